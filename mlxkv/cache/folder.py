@@ -1,0 +1,180 @@
+"""The cache folder: where things are in it, what it must allow, and how it is brought back in step with its index."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .index import FILE, Entry, Index
+from .keys import pack
+from .layout import RECORD_KINDS
+from .record import MissingRecord, Reader, RecordError
+
+SUFFIX = ".safetensors"
+QUARANTINE_LIMIT = 64 << 20
+
+
+class FolderRefused(Exception):
+    """The folder cannot be used for the store; the message says why and what to do."""
+
+
+class CacheFolder:
+    """``records/`` (two hex digits a subfolder), ``tmp/`` for what is being written, ``quarantine/``, and the index."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records = path / "records"
+        self.tmp = path / "tmp"
+        self.quarantine_dir = path / "quarantine"
+
+    def prepare(self, *, allow_unprotected: bool = False) -> None:
+        """Create what is missing, private to the user. Raises FolderRefused."""
+        try:
+            for folder in (self.path, self.records, self.tmp, self.quarantine_dir):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.chmod(self.path, 0o700)
+            probe = self.tmp / f"probe-{os.getpid()}-{time.monotonic_ns()}"
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            modes = [stat.S_IMODE(p.stat().st_mode) & 0o077 for p in (self.path, probe)]
+            probe.unlink()
+            if not (self.path / "CACHEDIR.TAG").exists():
+                (self.path / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
+            (self.path / ".metadata_never_index").touch(mode=0o600)
+        except OSError as e:
+            raise FolderRefused(f"The cache folder {self.path} cannot be used: {e.strerror or e}.") from e
+        if any(modes) and not allow_unprotected:
+            raise FolderRefused(
+                f"On the volume of {self.path} other users could read cached text: mode 0600 does not stick. "
+                "Choose another --cache-dir, or pass --allow-unprotected."
+            )
+
+    def file(self, key: bytes, kind: str) -> Path:
+        name = key.hex()
+        return self.records / name[:2] / f"{name}.{kind}{SUFFIX}"
+
+    def scan(self) -> Iterator[tuple[bytes, str, Path]]:
+        """Every file that is named like a record; links and foreign files are passed over."""
+        for sub in sorted(self.records.glob("[0-9a-f][0-9a-f]")):
+            with contextlib.suppress(OSError), os.scandir(sub) as files:
+                for item in files:
+                    stem, dot, kind = item.name.removesuffix(SUFFIX).partition(".")
+                    if not item.name.endswith(SUFFIX) or not dot or kind not in RECORD_KINDS or len(stem) != 64:
+                        continue
+                    with contextlib.suppress(ValueError):
+                        if item.is_file(follow_symlinks=False):
+                            yield bytes.fromhex(stem), kind, Path(item.path)
+
+    def set_aside(self, path: Path, action: str) -> None:
+        """What becomes of a record that failed: quarantine | delete | keep | forget."""
+        with contextlib.suppress(OSError):
+            if action == "delete":
+                path.unlink()
+            elif action == "quarantine":
+                os.replace(path, self.quarantine_dir / f"{time.time_ns()}-{path.name}")
+                self._bound_quarantine()
+
+    def _bound_quarantine(self) -> None:
+        held = sorted((p.name, p.stat().st_size, p) for p in self.quarantine_dir.iterdir())
+        total = sum(size for _, size, _ in held)
+        for _, size, path in held:
+            if total <= QUARANTINE_LIMIT:
+                break
+            path.unlink()
+            total -= size
+
+    def clear_leftovers(self) -> None:
+        """Remove temporaries whose process is gone (names start with the process id)."""
+        for path in self.tmp.iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(path.name.split("-", 1)[0])
+                if pid != os.getpid() and not _alive(pid):
+                    path.unlink()
+
+    def size(self) -> int:
+        """``st_size`` of every regular file under the folder, in bytes."""
+        total = 0
+        for base, _, files in os.walk(self.path):
+            for name in files:
+                with contextlib.suppress(OSError):
+                    info = os.lstat(os.path.join(base, name))
+                    total += info.st_size if stat.S_ISREG(info.st_mode) else 0
+        return total
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def open_index(folder: CacheFolder) -> Index:
+    """The folder's index, in step with its files: orphans are adopted, rows without a file dropped. A damaged index is
+    set aside and built again from the files. Raises sqlite3.Error if even that fails, OSError."""
+    try:
+        index = Index(folder.path)
+        _reconcile(folder, index)
+        return index
+    except sqlite3.DatabaseError as e:
+        if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
+            raise  # busy, not damaged
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                damaged = folder.path / (FILE + suffix)
+                os.replace(damaged, folder.quarantine_dir / f"{time.time_ns()}-{damaged.name}")
+        index = Index(folder.path)
+        _reconcile(folder, index)
+        return index
+
+
+def _reconcile(folder: CacheFolder, index: Index) -> None:
+    known = index.names()
+    files = {(key, kind): path for key, kind, path in folder.scan()}
+    gone, orphans = known.keys() - files.keys(), files.keys() - known.keys()
+    if not gone and not orphans:
+        return
+    with index.transaction():
+        for key, kind in gone:
+            index.drop_record(key, kind)
+        for key, kind in sorted(orphans):
+            adopt(folder, index, key, kind, files[key, kind])
+
+
+def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path) -> None:
+    """Enter a record without an index row after its header verifies; one that does not is set aside."""
+    try:
+        with Reader.open(path) as reader:
+            meta, size = reader.meta, os.fstat(reader.fd).st_size
+        if (meta.key, meta.kind) != (key, kind):
+            raise RecordError("the file is named like another record")
+    except MissingRecord:
+        return
+    except RecordError as e:
+        folder.set_aside(path, e.action)
+        return
+    index.add_root(meta.root, meta.model, meta.fingerprint, meta.compute, meta.layout)
+    entry = Entry(
+        meta.key,
+        meta.root,
+        meta.parent,
+        meta.start,
+        meta.end,
+        meta.row_start,
+        meta.base,
+        pack(meta.tokens),
+        frozenset(),
+    )
+    index.add_entry(entry, {kind: size})
+    if meta.answer:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            answer = json.loads(meta.answer)
+            index.add_answer(bytes.fromhex(answer["digest"]), meta.key, answer["start"], answer["last"])

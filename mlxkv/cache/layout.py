@@ -1,0 +1,157 @@
+"""Layout: the kinds, shapes and dtypes of a model's state, found by running the model, and their digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import MlxkvError
+from .state import Member, SequenceState, members_of
+
+RECORD_KINDS = ("rows", "window", "state")
+
+#: safetensors dtype name, MLX dtype, and the numpy dtype with the same bytes (numpy has no bfloat16)
+_DTYPES: list[tuple[str, mx.Dtype, Any]] = [
+    ("F32", mx.float32, np.float32),
+    ("F16", mx.float16, np.float16),
+    ("BF16", mx.bfloat16, np.uint16),
+    ("U32", mx.uint32, np.uint32),
+    ("I32", mx.int32, np.int32),
+    ("U8", mx.uint8, np.uint8),
+    ("I64", mx.int64, np.int64),
+]
+DTYPE_NAME = {dtype: name for name, dtype, _ in _DTYPES}
+MLX_DTYPE = {name: dtype for name, dtype, _ in _DTYPES}
+HOST_DTYPE = {name: np.dtype(host) for name, _, host in _DTYPES}
+
+
+class LayoutError(MlxkvError):
+    """The state of this model has no stable layout, so it cannot be stored; the message says why."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a record. ``shape`` has 0 on the row axis (axis 2) of growing and window members."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def sized(self, rows: int) -> tuple[int, ...]:
+        return tuple(rows if i == 2 and n == 0 else n for i, n in enumerate(self.shape))
+
+    def nbytes(self, rows: int) -> int:
+        return math.prod(self.sized(rows)) * HOST_DTYPE[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class MemberSpec:
+    path: tuple[int, ...]
+    kind: str
+    record: str
+    params: tuple[tuple[str, int], ...]
+    window: int | None
+    keep: int
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tuple of members. Two models whose layouts have the same digest can read each other's records."""
+
+    members: tuple[MemberSpec, ...]
+
+    @cached_property
+    def digest(self) -> bytes:
+        plain = [[m.path, m.kind, m.params, [[t.name, t.dtype, t.shape] for t in m.tensors]] for m in self.members]
+        return hashlib.sha256(json.dumps(plain, separators=(",", ":")).encode()).digest()
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The record kinds of an entry, in the order of RECORD_KINDS. Rows are always one of them: without growing
+        members the record has no tensors, and carries the chain of tokens."""
+        present = {m.record for m in self.members} | {"rows"}
+        return tuple(kind for kind in RECORD_KINDS if kind in present)
+
+    @property
+    def growing_only(self) -> bool:
+        """Every member can stand at any position that has rows."""
+        return {m.kind for m in self.members} == {"growing"}
+
+    @property
+    def needs_state(self) -> bool:
+        return "state" in self.kinds
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of windowed members, in rows, shortest first."""
+        return tuple(sorted(m.window or 0 for m in self.members if m.record == "window"))
+
+    @cached_property
+    def keep(self) -> int:
+        return max((m.keep for m in self.members if m.record == "window"), default=0)
+
+    def tensors(self, kind: str) -> list[TensorSpec]:
+        return [t for m in self.members if m.record == kind for t in m.tensors]
+
+    def describe(self) -> str:
+        """For people: how many members of each kind, for instance ``6 recurrent, 2 growing``."""
+        counts: dict[str, int] = {}
+        for m in self.members:
+            counts[m.kind] = counts.get(m.kind, 0) + 1
+        return ", ".join(f"{n} {kind}" for kind, n in counts.items())
+
+
+def tensor_name(member: Member | MemberSpec, array: str) -> str:
+    return ".".join(map(str, member.path)) + "." + array
+
+
+def _spec(member: Member) -> MemberSpec:
+    tensors = []
+    for name, array in member.arrays().items():
+        if array.dtype not in DTYPE_NAME:
+            raise LayoutError(f"Member {member.label} keeps {array.dtype}, which records do not hold.")
+        if array.shape[0] != 1:
+            raise LayoutError(f"Member {member.label} has a batch axis of {array.shape[0]}.")
+        shape = list(array.shape)
+        if member.record != "state":
+            if array.ndim != 4:
+                raise LayoutError(f"Member {member.label} keeps rows in {array.ndim} dimensions, not 4.")
+            shape[2] = 0
+        tensors.append(TensorSpec(tensor_name(member, name), DTYPE_NAME[array.dtype], tuple(shape)))
+    return MemberSpec(
+        path=member.path,
+        kind=member.kind,
+        record=member.record,
+        params=tuple(sorted(member.params().items())),
+        window=member.window(),
+        keep=member.keep(),
+        tensors=tuple(tensors),
+    )
+
+
+def probe(model: Callable[..., mx.array], make_cache: Callable[[], list[Any]]) -> Layout:
+    """The layout that ``model`` really uses, seen after 2 + 1 tokens on a throw-away cache.
+
+    Raises UnknownCache for a class without a kind, LayoutError where shapes or dtypes do not settle, PositionError where
+    a member does not count its tokens.
+    """
+    caches = make_cache()
+    state = SequenceState(caches, members_of(caches))
+    seen: list[tuple[MemberSpec, ...]] = []
+    for n in (2, 1):
+        logits = model(mx.zeros((1, n), dtype=mx.int32), cache=caches)
+        state.advance(n)
+        mx.eval(logits, state.live())
+        seen.append(tuple(_spec(m) for m in state.members or ()))
+    if seen[0] != seen[1]:
+        raise LayoutError("The shapes or dtypes of the state change from token to token.")
+    return Layout(seen[0])

@@ -1,0 +1,159 @@
+"""The planner: which records bring a sequence as far as possible. Read-only; the store executes what it says.
+
+A look-up walks the full blocks, then looks for the deepest *resume point* on the way: a place where every member of the
+layout can stand. Rows alone are not one if the layout has recurrent members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .index import Entry, Index
+from .keys import KeySpace, pack
+from .layout import Layout
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One record of rows or windows: the rows [start, end) of the entry ``key``."""
+
+    entry: Entry
+    start: int
+    end: int
+
+
+@dataclass
+class Plan:
+    """Stand at ``position`` by reading ``pieces`` (in order, they cover [0, position)) and the state of ``state``.
+
+    ``parent`` is the key that the block of ``position`` hangs on; ``base`` the longest stored leaf of that block that ends
+    at or before it, for later deltas. ``reason`` says why it is not more.
+    """
+
+    position: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    state: Entry | None = None
+    parent: bytes = b""
+    base: Entry | None = None
+    reason: str | None = "empty"
+
+
+class Planner:
+    def __init__(self, index: Index, space: KeySpace, layout: Layout) -> None:
+        self.index, self.space, self.layout = index, space, layout
+
+    def plan(self, tokens: list[int], limit: int, bad: Collection[tuple[bytes, str]] = ()) -> Plan:
+        """The best plan for ``tokens`` that covers at most ``limit`` of them, without the (key, kind) in ``bad``."""
+        block, packed = self.space.block, pack(tokens)
+
+        def span(a: int, b: int) -> bytes:
+            return packed[4 * a : 4 * b]
+
+        chain: list[Entry] = []
+        parent = self.space.root
+        while (len(chain) + 1) * block <= limit:
+            a = len(chain) * block
+            key = self.space.key_packed(parent, span(a, a + block))
+            entry = self.index.entry(key)
+            if entry is None or entry.tokens != span(a, a + block) or self._pieces(entry, bad) is None:
+                break
+            chain.append(entry)
+            parent = key
+
+        reach = len(chain) * block  # how far rows reach, resume point or not
+        diverges: int | None = None  # where stored tokens go on differently, as late as possible
+        best: Plan | None = None
+        for depth in range(len(chain), -1, -1):
+            start = depth * block
+            fits: list[Entry] = []  # complete leaves that are a prefix of the prompt, longest first
+            partial: tuple[int, Entry] | None = None
+            for entry in self.index.children(chain[depth - 1].key if depth else self.space.root):
+                if entry.root != self.space.root or entry.start != start:
+                    continue
+                end = min(entry.end, len(tokens))
+                shared = start + _common(entry.tokens, span(start, end))
+                if shared < end:
+                    diverges = max(diverges or 0, shared)
+                usable = min(shared, limit)
+                if usable <= start or self._pieces(entry, bad) is None:
+                    continue
+                reach = max(reach, usable)
+                if partial is None or usable > partial[0]:
+                    partial = (usable, entry)
+                if shared == entry.end <= limit:
+                    fits.append(entry)
+            standing = next((e for e in fits if self._stands(e, bad)), None)
+            if self.layout.growing_only and partial is not None:
+                best = self._to(partial[1], chain[:depth], partial[0], fits, bad)
+            elif standing is not None:
+                best = self._to(standing, chain[:depth], standing.end, fits, bad)
+            elif depth and self._stands(chain[depth - 1], bad):
+                best = self._to(chain[depth - 1], chain[: depth - 1], start, [], bad)
+            if best is not None:
+                break
+        plan = best or Plan(parent=self.space.root)
+        plan.reason = self._reason(plan.position, limit, reach, diverges)
+        return plan
+
+    def _reason(self, position: int, limit: int, reach: int, diverges: int | None) -> str | None:
+        if position >= limit:
+            return None
+        if reach >= limit:
+            return "no_state"  # every token is stored, only a state to resume from is not
+        if diverges is not None and diverges >= position:
+            return "different_tokens"
+        return "no_state" if reach > position else "empty"
+
+    def _stands(self, entry: Entry, bad: Collection[tuple[bytes, str]]) -> bool:
+        """Every member can stand at the end of this entry."""
+        if self.layout.needs_state and ("state" not in entry.kinds or (entry.key, "state") in bad):
+            return False
+        return self._pieces(entry, bad) is not None
+
+    def _pieces(self, entry: Entry, bad: Collection[tuple[bytes, str]]) -> list[Piece] | None:
+        """The records that hold the rows of [entry.start, entry.end); None if one is missing."""
+        need = [k for k in ("rows", "window") if k in self.layout.kinds]
+        out: list[Piece] = []
+        at = entry
+        for _ in range(self.space.block):
+            if any(k not in at.kinds or (at.key, k) in bad for k in need):
+                return None
+            out.append(Piece(at, at.row_start, at.end))
+            if at.base is None:
+                return out[::-1] if at.row_start == at.start else None
+            base = self.index.entry(at.base)
+            if base is None or base.parent != at.parent or base.end != at.row_start:
+                return None
+            if not at.tokens.startswith(base.tokens):
+                return None
+            at = base
+        return None
+
+    def complete(self, key: bytes) -> bool:
+        """Whether an entry is stored with all rows that it needs."""
+        entry = self.index.entry(key)
+        return entry is not None and self._pieces(entry, ()) is not None
+
+    def _to(
+        self, entry: Entry, chain: list[Entry], position: int, leaves: list[Entry], bad: Collection[tuple[bytes, str]]
+    ) -> Plan:
+        full = entry.end % self.space.block == 0 and position == entry.end
+        pieces = [p for e in [*chain, entry] for p in self._pieces(e, bad) or []]
+        return Plan(
+            position=position,
+            pieces=[p for p in pieces if p.start < position],
+            state=entry if self.layout.needs_state else None,
+            parent=entry.key if full else entry.parent,
+            base=None if full else next((e for e in leaves if e.end <= position), None),
+        )
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Length of the longest common prefix of two packed token lists, in tokens."""
+    n = min(len(a), len(b)) // 4
+    x, y = np.frombuffer(a, "<u4", n), np.frombuffer(b, "<u4", n)
+    different = np.flatnonzero(x != y)
+    return int(different[0]) if different.size else n

@@ -1,0 +1,237 @@
+"""The recorder: what a running sequence leaves behind for the store, provisional until a clean barrier.
+
+It follows one sequence. ``flush`` copies rows computed since the last flush to private host memory; ``boundary`` adds
+the recurrent state at exactly this position and cuts entries on the block grid; ``commit``, called after a barrier,
+hands the finished entries to the writer; ``drop`` forgets what no barrier has confirmed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from .host import private_copy
+from .keys import Identity, KeySpace, answer_digest
+from .layout import Layout, tensor_name
+from .planner import Plan
+from .record import Body, Meta
+from .state import PositionError, SequenceState
+from .writer import Draft
+
+log = logging.getLogger("mlxkv.cache")
+
+HostArrays = dict[str, tuple[str, np.ndarray]]
+#: a group is handed over once this many bytes are confirmed
+GROUP_BYTES = 64 << 20
+
+
+@dataclass
+class _Rows:
+    start: int
+    end: int
+    arrays: HostArrays
+
+
+@dataclass
+class Recorder:
+    """``tokens`` is the sequence's own list (prompt, then generated ids) and may grow. ``submit`` takes a finished group
+    and says whether it was accepted; ``stored`` says whether a key is on disk with all its rows, and with a state."""
+
+    state: SequenceState
+    tokens: list[int]
+    space: KeySpace
+    layout: Layout
+    identity: Identity
+    software: str
+    submit: Callable[[list[Draft]], bool]
+    stored: Callable[[bytes], tuple[bool, bool]]
+    plan: Plan
+    barrier: Callable[[], None]
+    #: tokens whose records were handed to the writer
+    stored_tokens: int = 0
+    # the block being filled hangs on _parent, the block before it on _before; rows up to _written are in entries,
+    # rows up to _flushed are on the host; _base is the leaf that ends at _written
+    _parent: bytes = b""
+    _before: bytes | None = None
+    _base: bytes | None = None
+    _written: int = 0
+    _flushed: int = 0
+    _rows: list[_Rows] = field(default_factory=list)
+    _provisional: list[Draft] = field(default_factory=list)
+    _dead: bool = False
+
+    def __post_init__(self) -> None:
+        self._parent = self.plan.parent or self.space.root
+        self._base = self.plan.base.key if self.plan.base else None
+        self._written = self.plan.base.end if self.plan.base else self._block_start(self.plan.position)
+        self._flushed = self._written
+
+    def _block_start(self, position: int) -> int:
+        return position // self.space.block * self.space.block
+
+    @property
+    def reach(self) -> int:
+        """How many decoded tokens may pass before ``flush`` must be called: windows forget older rows."""
+        return min((*self.layout.windows, self.space.block))
+
+    def flush(self) -> None:
+        """Copy rows [flushed, position) out. Call while the state is evaluated and no newer step is built."""
+        a, b = self._flushed, self.state.position
+        if self._dead or a >= b:
+            return
+        lazy = {
+            tensor_name(spec, name): array
+            for member, spec in zip(self.state.members or (), self.layout.members, strict=True)
+            if member.record != "state"
+            for name, array in member.rows(a, b).items()
+        }
+        arrays = self._out(lazy)
+        if arrays is None:
+            return
+        self._rows.append(_Rows(a, b, arrays))
+        self._flushed = b
+        while self._block_start(b) > self._block_start(self._written):
+            self._entry(self._block_start(self._written) + self.space.block, None)
+
+    def boundary(self, answer: tuple[int, str, int | None] | None = None) -> None:
+        """The sequence stands at a boundary: keep its state here. ``answer`` = (first token, text, last unprocessed id)
+        marks this position as the end of an answer."""
+        if self._dead:
+            return
+        self.flush()
+        position = self.state.position
+        if self._dead or position == 0:
+            return
+        start = self._block_start(position - 1)
+        parent = self._parent if position % self.space.block else self._before
+        if parent is None:
+            return  # restored to exactly this full block: it is stored already
+        key = self.space.key(parent, self.tokens[start:position])
+        rows_stored, state_stored = self.stored(key)
+        state: HostArrays | None = None
+        if self.layout.needs_state and not state_stored:
+            lazy = {
+                tensor_name(spec, name): array
+                for member, spec in zip(self.state.members or (), self.layout.members, strict=True)
+                if member.record == "state"
+                for name, array in member.arrays().items()
+            }
+            if lazy.keys() != {t.name for t in self.layout.tensors("state")}:
+                return  # a slot is empty here: nothing to resume from
+            state = self._out(lazy)
+            if state is None:
+                return
+        digest = None
+        if answer is not None:
+            first, text, last = answer
+            digest = (answer_digest(self.space.root, self.tokens[:first], text), first, last)
+        if position == self._written:
+            # rows up to here are cut already (a full block) or stored (a leaf): only what is new is added
+            if state is not None or digest is not None:
+                self._add(key, parent, start, position, start, None, {}, state, digest)
+        else:
+            self._entry(position, state, digest)
+
+    def commit(self, *, everything: bool = False) -> None:
+        """A barrier has confirmed all that was captured so far; hand over full groups (or all)."""
+        size = sum(d.nbytes for d in self._provisional)
+        if not self._provisional or (size < GROUP_BYTES and not everything):
+            return
+        self.barrier()
+        group, self._provisional = self._provisional, []
+        if self.submit(group):
+            self.stored_tokens += sum(d.meta.end - d.meta.row_start for d in group if "rows" in d.bodies)
+        else:
+            self._dead = True  # later entries would hang on these
+
+    def drop(self) -> None:
+        """Forget everything that was not handed over, and record nothing more."""
+        self._provisional.clear()
+        self._rows.clear()
+        self._dead = True
+
+    # cutting entries
+
+    def _entry(self, end: int, state: HostArrays | None, answer: tuple[bytes, int, int | None] | None = None) -> None:
+        """Cut the entry that ends at ``end`` (a leaf, or a full block if on the grid) from the rows flushed so far."""
+        start = self._block_start(end - 1)
+        key = self.space.key(self._parent, self.tokens[start:end])
+        row_start = self._written
+        rows: dict[str, HostArrays] = {}
+        if not self.stored(key)[0]:
+            for kind in self.layout.kinds:
+                if kind != "state":
+                    rows[kind] = self._cut(row_start, end, {t.name for t in self.layout.tensors(kind)})
+        if rows or state is not None or answer is not None:
+            self._add(key, self._parent, start, end, row_start, self._base, rows, state, answer)
+        if end % self.space.block == 0:
+            self._before, self._parent, self._base = self._parent, key, None
+        else:
+            self._base = key
+        self._written = end
+        self._rows = [r for r in self._rows if r.end > end]
+
+    def _add(
+        self,
+        key: bytes,
+        parent: bytes,
+        start: int,
+        end: int,
+        row_start: int,
+        base: bytes | None,
+        rows: dict[str, HostArrays],
+        state: HostArrays | None,
+        answer: tuple[bytes, int, int | None] | None,
+    ) -> None:
+        bodies = {kind: Body.of(arrays) for kind, arrays in rows.items()}
+        if state is not None:
+            bodies["state"] = Body.of(state)
+        note = "" if answer is None else json.dumps({"digest": answer[0].hex(), "start": answer[1], "last": answer[2]})
+        meta = Meta(
+            kind="",
+            key=key,
+            root=self.space.root,
+            parent=parent,
+            start=start,
+            end=end,
+            row_start=row_start,
+            base=base,
+            tokens=tuple(self.tokens[start:end]),
+            block=self.space.block,
+            layout=self.layout.digest,
+            model=self.identity.name,
+            fingerprint=self.identity.fingerprint,
+            compute=self.identity.compute_json(),
+            software=self.software,
+            answer=note,
+        )
+        needs = tuple(k for k in (parent, base) if k is not None)
+        if not rows:
+            needs = (*needs, key)  # a state or an answer alone is of use only where its rows are
+        self._provisional.append(Draft(meta, bodies, needs, answer))
+
+    def _cut(self, a: int, b: int, names: set[str]) -> HostArrays:
+        parts = [r for r in self._rows if r.start < b and r.end > a]
+        if not parts or parts[0].start > a or parts[-1].end < b:
+            raise PositionError(f"Rows [{a}, {b}) were not flushed.")
+        out: HostArrays = {}
+        for name in sorted(names):
+            slices = [r.arrays[name][1][:, :, max(a, r.start) - r.start : min(b, r.end) - r.start] for r in parts]
+            out[name] = (parts[0].arrays[name][0], np.ascontiguousarray(np.concatenate(slices, axis=2)))
+        return out
+
+    def _out(self, lazy: dict[str, mx.array]) -> HostArrays | None:
+        """Private host copies, taken after a barrier; None, and nothing more is recorded, if a value is not finite."""
+        finite = [mx.isfinite(a).all() for a in lazy.values() if mx.issubdtype(a.dtype, mx.floating)]
+        mx.eval(list(lazy.values()), finite)
+        self.barrier()
+        if not all(f.item() for f in finite):
+            log.warning("the model's state at token %d holds NaN or infinity: nothing is stored", self.state.position)
+            self.drop()
+            return None
+        return {name: private_copy(a) for name, a in lazy.items()}

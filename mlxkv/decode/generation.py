@@ -1,0 +1,259 @@
+"""One request, from prompt to answer: look-up, restore, prefill in segments, decode, record.
+
+The decoding loop builds the graph of step t+1 while t runs, reads token t, lets go of the kept references, and only then
+submits t+1 (DESIGN §6): a second reference to a cache buffer would cost a copy of it each step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from ..cache.lookup import Lookup
+from ..cache.planner import Plan
+from ..cache.recorder import Recorder
+from ..cache.state import SequenceState
+from ..cache.store import PrefixStore
+from ..errors import PromptTooLong, RequestError
+from .prompt import Prompt, build
+from .request import CacheReport, Completion, Delta, Event, FinishReason, Finished, Progress, Request, Started
+from .request import Timings, Usage
+from .reservation import OPEN_END, reserve
+from .runtime import Runtime
+from .sampling import Sampler
+from .text import Detokenizer, StopStrings
+
+
+class Cancelled(Exception):
+    """The caller no longer wants the answer."""
+
+
+class Generation:
+    """Runs on the engine's thread. ``emit`` takes events; ``cancelled`` is asked at every step edge."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        request: Request,
+        emit: Callable[[Event], None],
+        cancelled: Callable[[], bool],
+        received: float,
+    ) -> None:
+        """``received``: when the request came, ``time.monotonic()``."""
+        self.rt, self.request, self.emit, self.cancelled = runtime, request, emit, cancelled
+        self.received = received
+        self.tokens: list[int] = []
+        self.sampled: list[int] = []
+        self.recorder: Recorder | None = None
+        self.text = ""
+        self._lookup_s = self._restore_s = self._prefill_s = self._ttft_s = 0.0
+        self._first_at = 0.0
+
+    def run(self) -> Completion:
+        """Emit events up to Finished. Raises RequestError for a bad request, anything else for a failure; finished
+        boundaries of a cancelled request are kept, those of a failed one are not."""
+        try:
+            completion = self._run()
+        except BaseException:
+            if self.recorder is not None:
+                self.recorder.drop()
+            raise
+        self.emit(Finished(completion))
+        return completion
+
+    def _run(self) -> Completion:
+        rt = self.rt
+        store = rt.store if self.request.use_cache else None
+        salt = self.request.salt
+        find = (lambda ids, text: store.answer_ids(ids, text, salt)) if store else (lambda ids, text: None)
+        prompt = build(self.request, rt.tokenizer, rt.eos, find)
+        limit = self._limit(prompt)
+        sampler = Sampler(self.request.sampling, prompt.tokens, rt.vocab_size)
+        state, lookup, plan = self._resume(prompt, store, limit)
+        self.tokens = list(prompt.tokens)
+        if store is not None:
+            self.recorder = store.recorder(state, self.tokens, plan, rt.barrier, salt)
+        self.emit(Started(len(prompt.tokens), lookup.tokens))
+        reason: FinishReason
+        try:
+            started = time.monotonic()
+            logits = self._prefill(state, prompt)
+            self._prefill_s = time.monotonic() - started
+            reason = self._decode(state, sampler, logits, limit)
+        except Cancelled:
+            reason = "cancelled"
+        self._keep(state, prompt, reason)
+        return self._completion(prompt, lookup, reason)
+
+    def _limit(self, prompt: Prompt) -> int:
+        """How many tokens may be sampled. Raises PromptTooLong, RequestError."""
+        n, context = len(prompt.tokens), self.rt.context_length
+        if bad := next((t for t in prompt.tokens if t >= self.rt.vocab_size), None):
+            raise RequestError(f"Token id {bad} is outside the vocabulary of {self.rt.vocab_size}.", param="tokens")
+        wanted = self.request.sampling.max_tokens
+        if context is None:
+            return wanted if wanted is not None else 2**31 - 1
+        if n >= context:
+            raise PromptTooLong(
+                f"The prompt has {n} tokens, the model's context holds {context}.",
+                f"Shorten it to at most {context - 1}.",
+                param="messages" if self.request.messages is not None else "prompt",
+            )
+        return context - n if wanted is None else min(wanted, context - n)
+
+    def _resume(self, prompt: Prompt, store: PrefixStore | None, limit: int) -> tuple[SequenceState, Lookup, Plan]:
+        rt = self.rt
+        n = len(prompt.tokens)
+        capacity = reserve(n + min(limit, OPEN_END), max_len=rt.context_length)
+
+        def fresh() -> SequenceState:
+            state = SequenceState.new(rt.make_cache())
+            state.reserve(capacity)
+            return state
+
+        if store is None:
+            return fresh(), Lookup(0, "none", "off", 0), Plan()
+        started = time.monotonic()
+        plan = store.lookup(prompt.tokens, self.request.salt)
+        self._lookup_s = time.monotonic() - started
+        started = time.monotonic()
+        out = store.restore(plan, prompt.tokens, fresh, capacity, self.request.salt)
+        self._restore_s = time.monotonic() - started
+        return out
+
+    def _forward(self, state: SequenceState, ids: mx.array) -> mx.array:
+        logits = self.rt.model(ids[None], cache=state.caches)
+        state.advance(ids.size)
+        return logits
+
+    def _prefill(self, state: SequenceState, prompt: Prompt) -> mx.array:
+        """Run [position, n−1) in segments that end on boundaries, capture there, then the last token; its logits."""
+        n = len(prompt.tokens)
+        layout = self.rt.layout
+        # where members can stand anywhere, or nowhere, a boundary is not worth a cut of its own
+        edges = (
+            [n - 1]
+            if layout is None or layout.growing_only
+            else sorted({b for b in prompt.boundaries if b < n - 1} | {n - 1})
+        )
+        ids = mx.array(prompt.tokens, mx.int32)
+        self.emit(Progress(state.position, n))
+        for edge in edges:
+            while state.position < edge:
+                self._check()
+                end = min(edge, state.position + self.rt.chunk)
+                self._forward(state, ids[state.position : end])
+                mx.eval(state.live())
+                if self.recorder is not None:
+                    self.recorder.flush()
+                if state.position == edge:
+                    self._boundary(state)
+                mx.clear_cache()
+                self.emit(Progress(state.position, n))
+            if self.recorder is not None:
+                self.recorder.commit()
+        self._check()
+        return self._forward(state, ids[n - 1 :])[:, -1, :]
+
+    def _boundary(self, state: SequenceState) -> None:
+        if self.recorder is not None:
+            self.recorder.boundary()
+        state.settle()
+        mx.eval(state.live())
+
+    def _check(self) -> None:
+        if self.cancelled():
+            raise Cancelled
+
+    def _decode(self, state: SequenceState, sampler: Sampler, logits: mx.array, limit: int) -> FinishReason:
+        """Sample until a stop. The state ends at committed − 1: the last token is not processed."""
+        detokenizer, stops = Detokenizer(self.rt.tokenizer), StopStrings(self.request.sampling.stop)
+        token = sampler(logits)
+        mx.async_eval(token, *state.live(), *sampler.live())
+        flushed = state.position
+        early = self.rt.async_kv_limit
+        while True:
+            reach = self.recorder.reach if self.recorder is not None else 0
+            if reach and state.position - flushed >= reach - 1:
+                mx.eval(token, state.live())  # no newer step is built: rows may be copied out
+                assert self.recorder is not None
+                self.recorder.flush()
+                self.recorder.commit()
+                flushed = state.position
+            last_possible = len(self.sampled) + 1 >= limit
+            held = None if last_possible else state.hold()
+            following = None
+            if held is not None:
+                following = sampler(self._forward(state, token)[:, -1, :])
+                if early and sum(a.nbytes for a in state.live()) <= early:
+                    mx.async_eval(following, *state.live(), *sampler.live())
+            value = int(token.item())
+            self.sampled.append(value)
+            if len(self.sampled) == 1:
+                self._first_at = time.monotonic()
+                self._ttft_s = self._first_at - self.received
+            ended = value in self.rt.eos
+            reason: FinishReason | None = None
+            piece = ""
+            if not ended:
+                piece = stops.feed(detokenizer.feed(value))
+            if ended or stops.hit:
+                reason = "stop"
+            elif last_possible:
+                reason = "length"
+            elif self.cancelled():
+                reason = "cancelled"
+            if reason is not None:
+                if held is not None:
+                    state.put_back(held)  # step t+1 never was: drop its graph
+                if not stops.hit:
+                    piece += stops.feed(detokenizer.finish())
+                    piece += stops.finish()
+                self._say(piece, value)
+                return reason
+            held = None
+            assert following is not None
+            token = following
+            mx.async_eval(token, *state.live(), *sampler.live())
+            self.tokens.append(value)
+            self._say(piece, value)
+
+    def _say(self, piece: str, token: int) -> None:
+        self.text += piece
+        self.emit(Delta(piece, [token]))
+
+    def _keep(self, state: SequenceState, prompt: Prompt, reason: FinishReason) -> None:
+        """Record the end of the answer and hand everything over. Raises what the barrier raises."""
+        if self.recorder is None:
+            return
+        mx.eval(state.live())
+        # tokens that the state has processed: all but the last sampled one
+        del self.tokens[state.position :]
+        answer = None
+        if reason in ("stop", "length") and self.text and not self.request.sampling.stop:
+            last = None if self.sampled[-1] in self.rt.eos else self.sampled[-1]
+            answer = (len(prompt.tokens), self.text, last)
+        if state.position > len(prompt.tokens) - 1 or reason == "cancelled":
+            self.recorder.boundary(answer)
+        self.recorder.commit(everything=True)
+
+    def _completion(self, prompt: Prompt, lookup: Lookup, reason: FinishReason) -> Completion:
+        decode_s = time.monotonic() - self._first_at if self._first_at else 0.0
+        stored = self.recorder.stored_tokens if self.recorder is not None else 0
+        return Completion(
+            text=self.text,
+            finish_reason=reason,
+            token_ids=list(self.sampled),
+            usage=Usage(len(prompt.tokens), len(self.sampled), lookup.tokens),
+            cache=CacheReport(lookup.source, lookup.reason, lookup.position, stored),
+            timings=Timings(
+                load_s=self.rt.load_s,
+                lookup_s=self._lookup_s,
+                restore_s=self._restore_s,
+                prefill_s=self._prefill_s,
+                ttft_s=self._ttft_s,
+                decode_tps=(len(self.sampled) - 1) / decode_s if decode_s > 0 and len(self.sampled) > 1 else 0.0,
+            ),
+        )

@@ -1,0 +1,48 @@
+"""What an engine is configured with, and what it says about itself. Plain values, no MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of one engine; ``Engine`` documents them. Raises ConfigError for what cannot work."""
+
+    model: str | Path
+    dtype: str = "auto"
+    adapter: str | Path | None = None
+    cache_dir: Path | None = None
+    block_size: int = 256
+    prefill_chunk: int | None = None
+    async_kv_limit: int = 0
+    wired: int | None = None
+    allow_unprotected: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 65536:
+            raise ConfigError(f"The block size is {self.block_size}.", "It must be from 1 to 65536 tokens.")
+        if self.prefill_chunk is not None and not 1 <= self.prefill_chunk <= 65536:
+            raise ConfigError(f"The prefill chunk is {self.prefill_chunk}.", "It must be from 1 to 65536 tokens.")
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``layout`` names the state
+    kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens."""
+
+    name: str
+    path: Path
+    context_length: int | None
+    dtype: str
+    device: str
+    numerics: str
+    blas: str
+    load_s: float
+    layout: str
+    store_off: str | None
+    cache_dir: Path | None
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,200 @@
+"""What a caller asks for and what comes back: requests, sampling parameters, events and the final completion.
+
+Plain values without MLX arrays, so that any thread (and the command line, which must start fast) may use them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ..errors import RequestError
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen. The defaults are greedy.
+
+    temperature: 0 = argmax; else logits are divided by it. top_p, min_p: probabilities in [0, 1]; top_k: a count, 0 =
+    off. The filters act on the distribution before the temperature, in mlx-lm's order: top_p, min_p, top_k.
+    presence_penalty, frequency_penalty: subtracted from logits of tokens generated so far (OpenAI). repetition_penalty:
+    divides (multiplies if negative) logits of the last ``repetition_context`` tokens, prompt included; 1.0 = off.
+    logit_bias: token id -> added to its logit. seed: 64-bit; the same seed gives the same text whatever was cached.
+    stop: strings that end the text and are not part of it. max_tokens: tokens to sample at most, the stop token included;
+    None = until the context is full.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_context: int = 20
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises RequestError naming the field, its value and the range that is allowed."""
+
+        def check(name: str, ok: bool, allowed: str) -> None:
+            if not ok:
+                raise RequestError(f"{name} is {getattr(self, name)!r}.", f"It must be {allowed}.", param=name)
+
+        def number(name: str, low: float, high: float, allowed: str) -> None:
+            value = getattr(self, name)
+            good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            check(name, good and low <= value <= high, allowed)
+
+        def whole(name: str, low: int, high: int, allowed: str) -> None:
+            value = getattr(self, name)
+            check(name, isinstance(value, int) and not isinstance(value, bool) and low <= value <= high, allowed)
+
+        number("temperature", 0.0, 100.0, "a number from 0 to 100")
+        number("top_p", 0.0, 1.0, "a number from 0 to 1")
+        number("min_p", 0.0, 1.0, "a number from 0 to 1")
+        number("presence_penalty", -2.0, 2.0, "a number from -2 to 2")
+        number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2")
+        number("repetition_penalty", 1e-3, 1e3, "a number above 0; 1 switches it off")
+        whole("top_k", 0, 2**31 - 1, "a whole number, 0 for off")
+        whole("repetition_context", 1, 2**31 - 1, "a whole number, at least 1")
+        if self.seed is not None:
+            whole("seed", -(2**63), 2**64 - 1, "a 64-bit whole number")
+        if self.max_tokens is not None:
+            whole("max_tokens", 1, 2**31 - 1, "a whole number, at least 1")
+        check(
+            "stop",
+            isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
+            "non-empty strings",
+        )
+        for token, bias in self.logit_bias.items():
+            good = isinstance(token, int) and token >= 0 and isinstance(bias, (int, float)) and -100 <= bias <= 100
+            if not good:
+                raise RequestError(
+                    f"logit_bias has {token!r}: {bias!r}.",
+                    "It maps token ids to numbers from -100 to 100.",
+                    param="logit_bias",
+                )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One thing to generate. Exactly one of ``messages``, ``prompt`` and ``tokens`` is given.
+
+    messages: an OpenAI message list; an assistant message may carry ``token_ids``, the ids it was sampled as, which
+    then stand in the prompt instead of its re-tokenised text. prompt: raw text, tokenised without a chat template.
+    tokens: raw ids. tools and template_kwargs go to the chat template. salt: requests with different salts never share
+    cache entries. use_cache=False: neither look-up nor store (a plain, cold run).
+    """
+
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    tokens: list[int] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    salt: str = ""
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"A request was given {' and '.join(given) or 'nothing'} to start from.",
+                "Give exactly one of messages, prompt and tokens.",
+                param=given[1] if given else "messages",
+            )
+        if not getattr(self, given[0]):
+            raise RequestError(f"{given[0]} is empty.", "A request needs at least one token.", param=given[0])
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts. ``completion_tokens`` counts the stop token; ``cached_tokens`` were restored, not computed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What the prefix store did for a request.
+
+    source: ``none | ram | ssd | object | legacy``, the slowest tier used. miss_reason: null only when everything but the
+    last prompt token was restored, else one of ``mlxkv.cache.lookup.REASONS``. miss_position: first prompt token that
+    was not restored (null with the reason). stored_tokens: tokens of this request handed to the store for keeping.
+    """
+
+    source: str
+    miss_reason: str | None
+    miss_position: int | None
+    stored_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds, except decode_tps (tokens per second after the first). ttft_s counts from the request, the model loaded."""
+
+    load_s: float
+    lookup_s: float
+    restore_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_tps: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The whole answer. ``token_ids`` are the sampled ids, the stop token included; ``text`` is without it."""
+
+    text: str
+    finish_reason: FinishReason
+    token_ids: list[int]
+    usage: Usage
+    cache: CacheReport
+    timings: Timings
+
+    def to_json(self) -> dict[str, Any]:
+        """The stable JSON contract of ``mlxkv run --json``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request left the queue and its prompt is valid. cached_tokens: what the look-up restored."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Prefill has covered ``done`` of ``total`` prompt tokens (restored ones included)."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text, complete characters only, stop strings held back; ``text`` may be empty. token_ids: ids it came with."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a request that did not fail."""
+
+    completion: Completion
+
+
+Event = Started | Progress | Delta | Finished

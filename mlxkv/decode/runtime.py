@@ -1,0 +1,118 @@
+"""The runtime: a loaded, probed model with its prefix store. Belongs to the thread that opens it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .. import numerics
+
+numerics.prepare()  # before mlx is imported
+
+import mlx.core as mx  # noqa: E402
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+
+from ..cache.folder import FolderRefused  # noqa: E402
+from ..cache.keys import Identity  # noqa: E402
+from ..cache.layout import Layout, probe  # noqa: E402
+from ..cache.store import PrefixStore  # noqa: E402
+from ..errors import MlxkvError  # noqa: E402
+from ..models import load  # noqa: E402
+from .options import EngineInfo, Options  # noqa: E402
+
+log = logging.getLogger("mlxkv.engine")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a generation needs. ``layout`` is None for a model whose state has no known kinds; ``store`` is None when
+    nothing is kept. ``chunk`` in tokens, ``async_kv_limit`` in bytes. ``barrier`` returns once the device has finished
+    everything that this thread submitted, and raises its error otherwise."""
+
+    model: Any
+    tokenizer: Any
+    make_cache: Callable[[], list[Any]]
+    layout: Layout | None
+    store: PrefixStore | None
+    eos: set[int]
+    vocab_size: int
+    context_length: int | None
+    chunk: int
+    async_kv_limit: int
+    load_s: float
+    barrier: Callable[[], None] = mx.synchronize
+
+
+def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
+    """Load the model, probe its layout, open the store. Raises ModelError, ConfigError."""
+    started = time.monotonic()
+    _prepare_device(options.wired)
+    loaded = load(options.model, dtype=options.dtype, adapter=options.adapter, memo_dir=options.cache_dir)
+    now = numerics.current()
+
+    def make_cache() -> list[Any]:
+        return make_prompt_cache(loaded.model)
+
+    layout: Layout | None = None
+    store: PrefixStore | None = None
+    off = None if options.cache_dir is not None else "it was switched off"
+    try:
+        layout = probe(loaded.model, make_cache)
+    except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
+        off = e.message
+    if layout is not None and options.cache_dir is not None:
+        compute = {**now.identity(), "dtype": loaded.dtype, "dequantised": str(loaded.dequantised), "head": "none"}
+        try:
+            store = PrefixStore(
+                options.cache_dir,
+                Identity(loaded.fingerprint, tuple(sorted(compute.items())), layout.digest, loaded.name),
+                layout,
+                block=options.block_size,
+                allow_unprotected=options.allow_unprotected,
+                software=f"mlx {now.mlx_version}, BLAS {now.blas}",
+            )
+        except FolderRefused as e:
+            off = str(e)
+            log.warning("the prefix store is off: %s", e)
+    load_s = time.monotonic() - started
+    info = EngineInfo(
+        name=loaded.name,
+        path=loaded.path,
+        context_length=loaded.context_length,
+        dtype=loaded.dtype,
+        device=now.device,
+        numerics=now.mode,
+        blas=now.blas,
+        load_s=load_s,
+        layout=layout.describe() if layout is not None else "unknown",
+        store_off=off,
+        cache_dir=options.cache_dir,
+        notes=tuple(loaded.notes),
+    )
+    runtime = Runtime(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        make_cache=make_cache,
+        layout=layout,
+        store=store,
+        eos=loaded.eos_token_ids,
+        vocab_size=loaded.vocab_size,
+        context_length=loaded.context_length,
+        chunk=options.prefill_chunk or (512 if now.device == "cpu" else 2048),
+        async_kv_limit=options.async_kv_limit,
+        load_s=load_s,
+    )
+    return runtime, info
+
+
+def _prepare_device(wired: int | None) -> None:
+    if not mx.metal.is_available():
+        return
+    working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    mx.set_cache_limit(max(1 << 30, working_set // 20))
+    if wired is not None:
+        log.warning("wiring %d bytes: a raised wired limit has made machines panic", wired)
+        mx.set_wired_limit(wired)

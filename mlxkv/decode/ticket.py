@@ -1,0 +1,65 @@
+"""A ticket: the caller's end of one request. Events come out of it; cancellation goes in."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+from .request import Completion, Event, Finished, Request
+
+
+class Ticket:
+    """Iterate it for events, the last of which is ``Finished``; a failure is raised from the iterator. Thread-safe."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.received = time.monotonic()
+        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._over = False
+
+    def cancel(self) -> None:
+        """Stop at the next step edge. What was computed is kept; the completion's finish_reason is ``cancelled``."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def next_event(self, timeout: float | None = None) -> Event:
+        """The next event. Raises the request's error, StopIteration after the last event, TimeoutError after ``timeout``
+        seconds."""
+        if self._over:
+            raise StopIteration
+        try:
+            event = self._events.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"no event within {timeout} s") from None
+        if isinstance(event, BaseException):
+            self._over = True
+            raise event
+        self._over = isinstance(event, Finished)
+        return event
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        return self.next_event()
+
+    def result(self) -> Completion:
+        """Wait for the whole answer. Raises the request's error."""
+        for event in self:
+            if isinstance(event, Finished):
+                return event.completion
+        raise RuntimeError("the events of this ticket were taken already")
+
+    # the engine's end
+
+    def put(self, event: Event) -> None:
+        self._events.put(event)
+
+    def fail(self, error: BaseException) -> None:
+        self._events.put(error)
