@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -140,16 +141,14 @@ class Engine:
 
             runtime, self.info = open_runtime(self._options)
             self.tokenizer = runtime.tokenizer
-        except MlxkvError as e:
-            self._load_error = e
-            self._ready.set()
-            return
         except BaseException as e:
-            error = ModelError(
-                f"{self._options.model} cannot be loaded: {type(e).__name__}: {e}", "Run mlxkv doctor --model."
-            )
-            error.__cause__ = e
-            self._load_error = error
+            if isinstance(e, MlxkvError):
+                self._load_error = e
+            else:
+                model = self._options.model
+                self._load_error = ModelError(f"{model} cannot be loaded: {type(e).__name__}: {e}", "Run mlxkv doctor.")
+                self._load_error.__cause__ = e
+            _leave_device()
             self._ready.set()
             return
         self._ready.set()
@@ -163,6 +162,8 @@ class Engine:
                 ticket.fail(EngineClosed("The engine was closed before this request was answered."))
             if runtime.store is not None:
                 runtime.store.close()
+            del runtime
+            _leave_device()
 
     def _loop(self, runtime: Any) -> None:
         from .generation import Generation
@@ -219,3 +220,12 @@ class Engine:
             )
             error.__cause__ = cause
             each.fail(error)
+
+
+def _leave_device() -> None:
+    """MLX ends a process whose streams outlive their thread ("terminate called without an active exception")."""
+    with contextlib.suppress(Exception):
+        import mlx.core as mx
+
+        mx.synchronize()
+        mx.clear_streams()

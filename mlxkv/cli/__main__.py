@@ -1,0 +1,5 @@
+"""``python -m mlxkv.cli``: the command line without an installed script."""
+
+from . import main
+
+main()

@@ -1,0 +1,288 @@
+"""The checks of ``mlxkv doctor``. Each looks at one thing, changes nothing but probe files, and never raises."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from ..config import NAMES, Settings, config_file, data_dir
+from ..errors import ConfigError, MlxkvError
+from .cache import size
+from .options import Flags
+
+NEEDED_MLX = (0, 32, 4)
+NETWORK = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "smb2",
+    "afpfs",
+    "webdav",
+    "davfs",
+    "fuse.sshfs",
+    "9p",
+    "ceph",
+    "glusterfs",
+}
+OPEN_FILES = 1024
+DISK_LOW, DISK_FULL = 5 * 10**9, 512 * 10**6
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``cure`` says what to do; empty where nothing needs doing."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    cure: str = ""
+
+
+def examine(flags: Flags, selftest: bool) -> Iterator[Check]:
+    """All checks, one after the other. A configuration that cannot be read does not stop the others."""
+    try:
+        settings = flags.settings()
+        problem = None
+    except ConfigError as error:
+        settings, problem = Settings(), Check("config", "fail", error.message, error.cure)
+    yield problem or _config(settings)
+    checks: list[Callable[[], Iterator[Check]]] = [_system, _device, _memory]
+    checks += [lambda: _cache_folder(settings), _sessions, lambda: _model(settings)]
+    if selftest:
+        checks.append(_selftest)
+    for check in checks:
+        try:
+            yield from check()
+        except MlxkvError as error:
+            yield Check(_name(check), "fail", error.message, error.cure)
+        except Exception as error:
+            yield Check(_name(check), "fail", f"{type(error).__name__}: {error}", "Report this with --debug.")
+
+
+def _name(check: Callable[[], Iterator[Check]]) -> str:
+    return getattr(check, "__name__", "check").strip("_<>").replace("lambda", "check")
+
+
+def _config(settings: Settings) -> Check:
+    file = config_file()
+    read = f"{file}" if file.exists() else f"{file} (none)"
+    given = [
+        f"{name}={getattr(settings, name)} ({settings.source(name)})"
+        for name in NAMES
+        if settings.source(name).kind != "default"
+    ]
+    return Check("config", "ok", "; ".join([read, *given]))
+
+
+def _system() -> Iterator[Check]:
+    python = platform.python_version()
+    yield Check("python", "ok" if sys.version_info >= (3, 11) else "fail", f"{python}  {sys.executable}")
+    if sys.platform == "darwin":
+        release = platform.mac_ver()[0]
+        good = platform.machine() == "arm64" and int(release.partition(".")[0] or 0) >= 14
+        cure = "" if good else "mlx needs Apple silicon and macOS 14 or later."
+        yield Check("system", "ok" if good else "fail", f"macOS {release} {platform.machine()}", cure)
+    else:
+        yield Check("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
+    for name in ("mlxkv", "mlx", "mlx-lm"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Check(
+                name, "warn" if name == "mlxkv" else "fail", "not installed", "pip install -e . in the checkout"
+            )
+            continue
+        old = name == "mlx" and _numbers(version) < NEEDED_MLX
+        yield Check(name, "fail" if old else "ok", version, "pip install -U mlx (0.32.4 or later)" if old else "")
+    if sys.platform == "linux":
+        compiler = shutil.which("g++")
+        yield Check(
+            "g++",
+            "ok" if compiler else "warn",
+            compiler or "not found: compiled CPU steps run unfused, slower, with the same values",
+            "" if compiler else "apt-get install g++",
+        )
+
+
+def _device() -> Iterator[Check]:
+    from .. import numerics
+
+    now = numerics.current()
+    yield Check("device", "ok", f"{now.device}, numerics {now.mode}")
+    slow = bool(now.blas_hint)
+    yield Check("blas", "warn" if slow else "ok", now.blas, now.blas_hint)
+
+
+def _memory() -> Iterator[Check]:
+    import mlx.core as mx
+
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Check("memory", "ok", f"{size(total)} RAM")
+    if mx.metal.is_available():
+        info = mx.device_info()
+        most = size(int(info["max_recommended_working_set_size"]))
+        yield Check("gpu memory", "ok", f"{info.get('device_name', 'GPU')}: {most} recommended at most")
+        limit = _output(["sysctl", "-n", "iogpu.wired_limit_mb"])
+        raised = limit not in ("", "0")
+        yield Check(
+            "wired limit",
+            "warn" if raised else "ok",
+            f"{limit} MB" if raised else "the system's own",
+            "A raised limit has made Macs panic: sudo sysctl iogpu.wired_limit_mb=0 takes it back." if raised else "",
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = hard != resource.RLIM_INFINITY and hard < OPEN_FILES
+    shown = f"{soft} open files, at most {'unlimited' if hard == resource.RLIM_INFINITY else hard}"
+    yield Check("open files", "warn" if low else "ok", shown, f"Raise it: ulimit -Hn {OPEN_FILES}" if low else "")
+
+
+def _cache_folder(settings: Settings) -> Iterator[Check]:
+    folder = settings.cache_dir
+    if not settings.cache:
+        yield Check("cache", "warn", f"switched off by {settings.source('cache')}", "Nothing is remembered.")
+        return
+    there = _existing(folder)
+    kind = _file_system(there)
+    if kind in NETWORK:
+        yield Check(
+            "cache", "fail", f"{folder} is on a network file system ({kind})", "Choose a local one with --cache-dir."
+        )
+        return
+    yield _writable(folder, there, settings.allow_unprotected)
+    free = shutil.disk_usage(there).free
+    status = "fail" if free < DISK_FULL else "warn" if free < DISK_LOW else "ok"
+    cure = "" if status == "ok" else "Free some space, or choose another volume with --cache-dir."
+    yield Check("disk", status, f"{size(free)} free{f' on {kind}' if kind else ''}", cure)
+
+
+def _writable(folder: Path, there: Path, allow_unprotected: bool) -> Check:
+    """Whether files can be made in the folder (or where it would be made) and their modes stick."""
+    if not there.is_dir():
+        return Check("cache", "fail", f"{there} is a file", "Choose a folder with --cache-dir.")
+    try:
+        handle, probe = tempfile.mkstemp(dir=there, prefix=".mlxkv-probe-")
+        os.close(handle)
+        mode = stat.S_IMODE(os.stat(probe).st_mode)
+        os.unlink(probe)
+    except OSError as error:
+        cure = "Make it writable for you, or choose another with --cache-dir."
+        if sys.platform == "darwin" and isinstance(error, PermissionError):
+            cure += " In a protected folder the terminal needs Full Disk Access."
+        return Check("cache", "fail", f"{there}: {error.strerror}", cure)
+    if mode & 0o077 and not allow_unprotected:
+        return Check(
+            "cache",
+            "fail",
+            f"on the volume of {folder} others could read what is cached (mode {mode:04o} instead of 0600)",
+            "Choose another --cache-dir, or pass --allow-unprotected.",
+        )
+    if there != folder:
+        return Check("cache", "ok", f"{folder} (made at first use)")
+    open_to_others = stat.S_IMODE(folder.stat().st_mode) & 0o077
+    cure = f"chmod 700 {folder}" if open_to_others else ""
+    return Check("cache", "warn" if open_to_others else "ok", str(folder), cure)
+
+
+def _sessions() -> Iterator[Check]:
+    folder = data_dir()
+    there = _existing(folder)
+    good = there.is_dir() and os.access(there, os.W_OK)
+    yield Check("sessions", "ok" if good else "fail", str(folder), "" if good else f"Make {there} writable for you.")
+
+
+def _model(settings: Settings) -> Iterator[Check]:
+    try:
+        name = settings.require_model()
+    except ConfigError as error:
+        yield Check("model", "warn", error.message, error.cure)
+        return
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import hf_repo_to_path, load_model
+
+    from ..cache.state import UnknownCache, members_of
+    from ..models import folder
+
+    try:
+        if not Path(name).exists():
+            try:
+                path = hf_repo_to_path(name)
+            except (OSError, ValueError):
+                folder_like = name.count("/") != 1 or name.startswith((".", "/"))
+                missing = "there is no such folder" if folder_like else "not downloaded yet; the first run does it"
+                yield Check("model", "fail" if folder_like else "warn", f"{name}: {missing}")
+                return
+        else:
+            path = folder.resolve(name)
+        folder.check(path)
+    except MlxkvError as error:
+        yield Check("model", "fail", error.message, error.cure)
+        return
+    weights = sum(file.stat().st_size for file in folder.weight_files(path))
+    yield Check("model", "ok", f"{path} ({size(weights)} of weights)")
+    network, config = load_model(path, lazy=True)  # reads headers; no weight is evaluated
+    caches = make_prompt_cache(network)
+    architecture = config.get("model_type", "?")
+    try:
+        counts: dict[str, int] = {}
+        for member in members_of(caches):
+            counts[member.kind] = counts.get(member.kind, 0) + 1
+    except UnknownCache as error:
+        yield Check("state", "warn", f"{architecture}: {error.message}", "It runs, but nothing will be remembered.")
+        return
+    yield Check("state", "ok", f"{architecture}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
+
+
+def _selftest() -> Iterator[Check]:
+    from ..cache import selftest
+
+    for found in selftest.run():
+        yield Check(
+            f"selftest {found.name}", "ok" if found.ok else "fail", found.detail, "" if found.ok else found.cure
+        )
+
+
+def _existing(path: Path) -> Path:
+    """``path``, or the nearest folder above it that is there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that holds ``path``; "" where it cannot be told."""
+    path = path.resolve()
+    mounts: list[tuple[str, str]] = []
+    if sys.platform == "linux":
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, where, kind, *_ = line.split(" ")
+            mounts.append((where.replace("\\040", " "), kind))
+    else:
+        for line in _output(["mount"]).splitlines():
+            where, _, rest = line.partition(" on ")[2].rpartition(" (")
+            mounts.append((where, rest.partition(",")[0].strip(") ")))
+    fits = [(where, kind) for where, kind in mounts if path.is_relative_to(where)]
+    return max(fits, key=lambda fit: len(fit[0]), default=("", ""))[1]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=3).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,175 @@
+"""The options that commands share, and the wrapper that gathers them and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import MlxkvError
+
+if TYPE_CHECKING:
+    from ..config import Settings
+
+#: what ``run`` and ``chat`` stop at when nothing says otherwise
+DEFAULT_MAX_TOKENS = 1024
+
+INTERRUPTED, PIPE_CLOSED = 130, 141
+
+
+def _option(kind: Any, *names: str, help: str, panel: str, **more: Any) -> Any:
+    return Annotated[kind, typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)]
+
+
+def _group(panel: str, options: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    return {
+        key: _option(kind, *names, help=text, panel=panel, **(more[0] if more else {}))
+        for key, (kind, names, text, *more) in options.items()
+    }
+
+
+MODEL = _group(
+    "Model",
+    {
+        "model": (str | None, ("--model", "-m"), "Model folder or Hugging Face id."),
+        "adapter": (str | None, ("--adapter",), "Folder with LoRA weights, as mlx-lm writes them.", {"metavar": "DIR"}),
+        "dtype": (str | None, ("--dtype",), "auto, bf16, fp16 or fp32.", {"metavar": "DTYPE"}),
+    },
+)
+CACHE_DIR = _group("Cache", {"cache_dir": (str | None, ("--cache-dir",), "Cache folder.", {"metavar": "DIR"})})
+ENGINE = CACHE_DIR | _group(
+    "Cache",
+    {
+        "no_cache": (bool | None, ("--no-cache/--cache",), "Neither look up nor store state."),
+        "async_kv_limit": (
+            str | None,
+            ("--async-kv-limit",),
+            "Submit steps early while live KV is below this size (Mac; off by default).",
+            {"metavar": "SIZE"},
+        ),
+        "wired": (
+            str | None,
+            ("--wired",),
+            "Raise Metal's wired limit. Can make a Mac unstable; never set by default.",
+            {"metavar": "SIZE"},
+        ),
+        "allow_unprotected": (
+            bool | None,
+            ("--allow-unprotected",),
+            "Keep state on a volume where file modes do not stick.",
+        ),
+    },
+)
+SAMPLING = _group(
+    "Sampling",
+    {
+        "max_tokens": (int | None, ("--max-tokens", "-n"), "Tokens to sample at most."),
+        "temperature": (float | None, ("--temp", "--temperature"), "0 takes the likeliest token (default)."),
+        "top_p": (float | None, ("--top-p",), "Keep the likeliest tokens up to this probability mass."),
+        "top_k": (int | None, ("--top-k",), "Keep this many of the likeliest tokens; 0 is off."),
+        "min_p": (float | None, ("--min-p",), "Drop tokens below this share of the likeliest one."),
+        "seed": (int | None, ("--seed",), "The same seed gives the same text."),
+    },
+)
+SYSTEM = _group("Sampling", {"system": (str | None, ("--system",), "System prompt.")})
+ADDRESS = _group(
+    "Address",
+    {
+        "host": (str | None, ("--host",), "Address to listen on (default 127.0.0.1)."),
+        "port": (int | None, ("--port",), "Port to listen on (default 8642); 0 takes any free one."),
+    },
+)
+DEBUG = _group("Output", {"debug": (bool, ("--debug",), "Show the traceback of an unexpected error.")})
+
+
+class Flags(dict[str, Any]):
+    """The shared options as given on the command line; None where an option was not given."""
+
+    def settings(self) -> Settings:
+        """Resolve them against environment and file, and hand numerics and BLAS on. Raises ConfigError."""
+        from ..config import Settings
+
+        settings = Settings.load(self)
+        settings.apply_environment()
+        return settings
+
+
+def command(*groups: dict[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of ``groups`` as its first argument, a ``Flags``, and handle its errors."""
+    shared = {key: kind for group in groups for key, kind in group.items()} | DEBUG
+
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        own = [p for name, p in signature.parameters.items() if name != "flags"]
+        more = [
+            inspect.Parameter(
+                key, inspect.Parameter.KEYWORD_ONLY, default=False if key == "debug" else None, annotation=a
+            )
+            for key, a in shared.items()
+        ]
+
+        @wraps(function)
+        def called(**given: Any) -> None:
+            debug = given.pop("debug")
+            flags = Flags({key: given.pop(key) for key in shared if key in given})
+            guarded(lambda: function(flags, **given), debug)
+
+        called.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in [*own, *more]}
+        return called
+
+    return wrap
+
+
+def guarded(work: Callable[[], None], debug: bool) -> None:
+    """Run ``work``; an error becomes one clear line on stderr and the exit code that belongs to it."""
+    try:
+        work()
+        sys.stdout.flush()
+    except MlxkvError as error:
+        if debug:
+            _traceback()
+        show_error(error)
+        raise typer.Exit(error.exit_code) from None
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends; there must be something to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(PIPE_CLOSED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if debug:
+            _traceback()
+        typer.echo(paint(f"error: unexpected {type(error).__name__}: {error}", "31"), err=True)
+        if not debug:
+            typer.echo("Run again with --debug for the traceback.", err=True)
+        raise typer.Exit(1) from None
+
+
+def show_error(error: MlxkvError, label: str = "error") -> None:
+    """``error: message`` in red, and what to do about it, on stderr."""
+    typer.echo(f"{paint(label + ': ' + error.message, '31')}{' ' + error.cure if error.cure else ''}", err=True)
+
+
+def warn(message: str) -> None:
+    """A yellow warning on stderr."""
+    typer.echo(paint(f"warning: {message}", "33"), err=True)
+
+
+def paint(text: str, code: str) -> str:
+    """ANSI colour where stderr is a terminal that takes it."""
+    plain = not sys.stderr.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return text if plain else f"\x1b[{code}m{text}\x1b[0m"
+
+
+def _traceback() -> None:
+    import traceback
+
+    traceback.print_exc()

@@ -1,0 +1,325 @@
+"""Settings: where each value comes from (flag > environment > config.toml > default) and what it may be.
+
+A value is checked wherever it stands, also where a stronger source hides it, so that a wrong line in a file is found
+the first time it is read. Unknown keys are errors that name the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .decode.request import SamplingParams
+from .errors import ConfigError, RequestError
+
+#: Variables named MLXKV_* that belong to the tools around mlxkv and are no settings.
+OTHER_VARIABLES = ("MLXKV_VENV", "MLXKV_CONFIG", "MLXKV_TEST_")
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value comes from. kind: ``flag | env | file | default``; name: the flag, variable or file."""
+
+    kind: str = "default"
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".strip()
+
+
+def parse_size(value: Any) -> int:
+    """Bytes from ``512MB`` (10^6), ``2GiB`` (2^30), ``2G`` (10^9) or a plain number. Raises ValueError."""
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, (int, float)):
+        if not math.isfinite(value) or value < 0 or value != int(value):
+            raise ValueError
+        return int(value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
+    if not match:
+        raise ValueError
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ValueError
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
+def _whole(low: int, high: int = 2**63 - 1) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, (bool, float)):
+            raise ValueError
+        number = int(value)
+        if not low <= number <= high:
+            raise ValueError
+        return number
+
+    return parse
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+def _prompt(value: Any) -> str:
+    """A system prompt; the empty one takes back what a weaker source set."""
+    return _text(value) if value != "" else ""
+
+
+def _path(value: Any) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(_text(str(value) if isinstance(value, Path) else value))))
+
+
+def _choice(names: Mapping[str, str]) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or value.lower() not in names:
+            raise ValueError
+        return names[value.lower()]
+
+    return parse
+
+
+def _sampling(key: str, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """SamplingParams says what is allowed; it is asked, so that there is one place for the ranges."""
+
+    def parse(value: Any) -> Any:
+        try:
+            return getattr(SamplingParams(**{key: convert(value)}), key)
+        except RequestError as error:
+            raise ValueError(error.cure) from None
+
+    return parse
+
+
+_DTYPES = {"auto": "auto", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+_DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+#: key -> (parser that raises ValueError, what is allowed)
+KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "model": (_text, "a model folder or a Hugging Face id"),
+    "adapter": (_text, "a folder with LoRA weights"),
+    "cache_dir": (_path, "a folder"),
+    "cache": (_flag, "true or false"),
+    "max_tokens": (_sampling("max_tokens", _whole(-(2**63))), "a whole number, at least 1"),
+    "temperature": (_sampling("temperature", _number), "a number from 0 to 100"),
+    "top_p": (_sampling("top_p", _number), "a number from 0 to 1"),
+    "top_k": (_sampling("top_k", _whole(-(2**63))), "a whole number, 0 for off"),
+    "min_p": (_sampling("min_p", _number), "a number from 0 to 1"),
+    "seed": (_sampling("seed", _whole(-(2**63), 2**64 - 1)), "a 64-bit whole number"),
+    "system": (_prompt, "a text"),
+    "dtype": (_choice(_DTYPES), "auto, bf16, fp16 or fp32"),
+    "host": (_text, "a host name or address"),
+    "port": (_whole(0, 65535), "a port from 0 (any free one) to 65535"),
+    "async_kv_limit": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
+    "wired": (parse_size, "a size such as 512MB or 2GiB"),
+    "allow_unprotected": (_flag, "true or false"),
+    "numerics": (_choice({"fast": "fast", "exact": "exact"}), "fast or exact"),
+    "blas": (_text, "auto, none or the path of a BLAS library"),
+    "prefill_chunk": (_whole(1, 2**20), "a whole number of tokens, at least 1"),
+}
+#: other spellings, in files and after MLXKV_; ``no_cache`` turns its value round
+ALIASES = {"temp": "temperature", "no_cache": "cache", "system_prompt": "system", "adapter_path": "adapter"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings after resolving. Sizes in bytes; None where the part that uses a value has its own default."""
+
+    model: str | None = None
+    adapter: str | None = None
+    cache_dir: Path = field(default_factory=lambda: default_cache_dir())
+    cache: bool = True
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    system: str | None = None
+    dtype: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8642
+    async_kv_limit: int = 0
+    wired: int | None = None
+    allow_unprotected: bool = False
+    numerics: str = "fast"
+    blas: str = "auto"
+    prefill_chunk: int | None = None
+    sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+        """Resolve. ``flags`` maps keys to values; None means that the flag was not given. Raises ConfigError."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        sources: dict[str, Source] = {}
+        file = config_file(environ)
+        layers = [
+            (_read_file(file, required="MLXKV_CONFIG" in environ), "file", lambda key: f"{key} in {file}"),
+            (_read_environ(environ), "env", lambda key: "MLXKV_" + key.upper()),
+            ({k: v for k, v in (flags or {}).items() if v is not None}, "flag", lambda key: "--" + _dashes(key)),
+        ]
+        for layer, kind, spell in layers:
+            seen: dict[str, str] = {}
+            for written, raw in layer.items():
+                key = _canonical(written, kind, spell(written))
+                if key in seen:
+                    raise ConfigError(
+                        f"{spell(seen[key])} and {spell(written)} set the same thing.", "Keep one of them."
+                    )
+                seen[key] = written
+                values[key] = _parse(key, written, raw, spell(written))
+                sources[key] = Source(kind, str(file) if kind == "file" else spell(written))
+        if "cache_dir" not in values:
+            values["cache_dir"] = default_cache_dir(environ)
+        return cls(**values, sources=sources)
+
+    def source(self, key: str) -> Source:
+        """Where the value of ``key`` comes from."""
+        return self.sources.get(key, Source())
+
+    def require_model(self) -> str:
+        """The model to run: the one that was named, else the demo's, if it has been fetched. Raises ConfigError."""
+        if self.model is not None:
+            return os.path.expanduser(self.model)
+        demo = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
+        if (demo / "config.json").is_file():
+            return str(demo)
+        raise ConfigError(
+            "No model was named.",
+            "Give --model with a model folder or a Hugging Face id, or set MLXKV_MODEL or `model` in "
+            f"{config_file()}. In a checkout, scripts/demo fetches a small one.",
+        )
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """The sampling parameters these settings ask for, with ``more`` on top."""
+        names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+        return SamplingParams(**({name: getattr(self, name) for name in names} | more))
+
+    def apply_environment(self) -> None:
+        """Hand numerics and BLAS to ``mlxkv.numerics``, which reads the environment. Call before MLX is imported."""
+        for key in ("numerics", "blas"):
+            if self.source(key).kind != "default":
+                os.environ["MLXKV_" + key.upper()] = getattr(self, key)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``mlxkv.decode.engine.Engine``."""
+        return {
+            "dtype": self.dtype,
+            "adapter": self.adapter,
+            "cache_dir": self.cache_dir,
+            "cache": self.cache,
+            "prefill_chunk": self.prefill_chunk,
+            "async_kv_limit": self.async_kv_limit,
+            "wired": self.wired,
+            "allow_unprotected": self.allow_unprotected,
+        }
+
+
+NAMES = tuple(f.name for f in fields(Settings) if f.name != "sources")
+
+
+def _home(variable: str, fallback: str, mac: str | None, environ: Mapping[str, str]) -> Path:
+    """XDG where it is set (it must be absolute to count), the Mac's own place on a Mac, else the XDG default."""
+    home = Path(environ.get("HOME") or Path.home())
+    xdg = environ.get(variable, "")
+    if os.path.isabs(xdg):
+        return Path(xdg) / "mlxkv"
+    if sys.platform == "darwin" and mac:
+        return home / mac / "mlxkv"
+    return home / fallback / "mlxkv"
+
+
+def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """``~/Library/Caches/mlxkv`` on macOS, else ``$XDG_CACHE_HOME/mlxkv`` (``~/.cache``)."""
+    return _home("XDG_CACHE_HOME", ".cache", "Library/Caches", environ)
+
+
+def data_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Chat sessions: ``~/Library/Application Support/mlxkv`` on macOS, else ``$XDG_DATA_HOME/mlxkv``."""
+    return _home("XDG_DATA_HOME", ".local/share", "Library/Application Support", environ)
+
+
+def config_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """``$MLXKV_CONFIG``, else ``$XDG_CONFIG_HOME/mlxkv/config.toml``, else ``~/.config/mlxkv/config.toml``."""
+    if environ.get("MLXKV_CONFIG"):
+        return Path(os.path.expanduser(environ["MLXKV_CONFIG"]))
+    return _home("XDG_CONFIG_HOME", ".config", None, environ) / "config.toml"
+
+
+def _dashes(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _canonical(written: str, kind: str, spelled: str) -> str:
+    key = written.lower().replace("-", "_")
+    key = ALIASES.get(key, key)
+    if key in KEYS:
+        return key
+    near = difflib.get_close_matches(key, [*KEYS, *ALIASES], n=1, cutoff=0.0)
+    nearest = "MLXKV_" + near[0].upper() if kind == "env" else near[0]
+    raise ConfigError(f"{spelled} is not a setting.", f"Did you mean {nearest}? Valid: {', '.join(KEYS)}.")
+
+
+def _parse(key: str, written: str, raw: Any, spelled: str) -> Any:
+    parser, allowed = KEYS[key]
+    try:
+        value = parser(raw)
+    except (ValueError, TypeError, OverflowError):
+        shown = repr(raw if not isinstance(raw, Path) else str(raw))
+        raise ConfigError(f"{spelled} is {shown[:200]}.", f"It must be {allowed}.") from None
+    return not value if written.lower().replace("-", "_") == "no_cache" else value
+
+
+def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that look like settings; an empty one counts as unset."""
+    found = {}
+    for name, value in sorted(environ.items()):
+        if name.startswith("MLXKV_") and not name.startswith(OTHER_VARIABLES) and value != "":
+            found[name.removeprefix("MLXKV_").lower()] = value
+    return found
+
+
+def _read_file(path: Path, required: bool) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        if required:
+            raise ConfigError(f"MLXKV_CONFIG names {path}, which does not exist.", "Create it or unset it.") from None
+        return {}
+    except NotADirectoryError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}.", "Make it a readable UTF-8 file or move it away."
+        ) from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.", "A line looks like: temperature = 0.7") from None

@@ -1,0 +1,235 @@
+"""The gated delta rule over many tokens at once, for the CPU, and the layers that use it.
+
+Per value head, with state S [Dv, Dk], decay g, step size beta, key k, value v and query q, token by token:
+
+    S' = g S;   u = beta (v - S' k);   S = S' + u k^T;   y = S q
+
+A chunk of C tokens from state S0 is solved as a whole. Let D_ij = g_{j+1} ... g_i for j <= i and c_i = g_1 ... g_i:
+
+    (I + A) U = diag(beta) V - diag(beta c) K S0^T,    A_ij = beta_i D_ij (k_i . k_j) for j < i
+    Y = diag(c) Q S0^T + (D * Q K^T) U,                S = c_C S0 + sum_j D_Cj u_j k_j^T
+
+(the WY form of a product of Householder-like factors; Yang et al., "Gated Delta Networks", 2024, arXiv:2412.06464). The
+triangular inverse and everything that does not depend on S0 is computed for all chunks together; a short loop carries
+the state. Decays enter as sums of logarithms over the very span they cover, so nothing is divided, nothing overflows,
+and a strong decay does not swallow the digits of a weak one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gated_delta import normalize_qk
+from mlx_lm.models.qwen3_5 import GatedDeltaNet
+from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
+
+from .activation import exp, silu
+from .norm import rms_norm
+
+CHUNK = 32  # tokens; measured best of 16, 32, 64 at 4 heads of 32 x 32 (exponentials grow with it, the loop shrinks)
+MIN_TOKENS = 8  # below this, the token-by-token step is as fast
+
+
+def log_decay(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
+    """log g [B, T, Hv], float32, from the projection ``a`` [B, T, Hv]: -exp(A_log) softplus(a + dt_bias)."""
+    return -mx.exp(A_log.astype(mx.float32)) * nn.softplus(a + dt_bias)
+
+
+def chunked_gated_delta(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[mx.array, mx.array]:
+    """The gated delta rule over T tokens.
+
+    ``q``, ``k`` [B, T, Hk, Dk] (normalised and scaled as mlx-lm's ``normalize_qk`` does), ``v`` [B, T, Hv, Dv] with Hv
+    a multiple of Hk, ``log_g`` (<= 0) and ``beta`` [B, T, Hv], ``state`` [B, Hv, Dv, Dk] or None for zeros. Computes in
+    float32. Gives back y [B, T, Hv, Dv] in ``q``'s dtype and the new state in float32. Any T >= 1.
+    """
+    out_type = q.dtype
+    B, T, Hk, Dk = q.shape
+    Hv, Dv = v.shape[-2:]
+    R, C = Hv // Hk, min(chunk, T)
+    N = -(-T // C)
+
+    def split(x: mx.array, groups: int) -> mx.array:
+        """[B, T, Hk * groups, ...] -> [B, Hk, groups, N, C, ...]; padding tokens (zeros) leave the state as it is."""
+        x = x.astype(mx.float32)
+        if N * C > T:
+            x = mx.pad(x, [(0, 0), (0, N * C - T)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(B, N, C, Hk, groups, *x.shape[3:])
+        return x.transpose(0, 3, 4, 1, 2, *range(5, x.ndim))
+
+    q, k, v = mx.contiguous(split(q, 1)), mx.contiguous(split(k, 1)), split(v, R)
+    log_g, beta = mx.contiguous(split(log_g, R)), split(beta, R)[..., None]
+
+    # Sums of log g over (j, i], each added up on its own: differences of running sums would cancel.
+    strict = mx.tril(mx.ones((C, C)), -1)
+    decay = exp(mx.cumsum(log_g[..., None] * strict, axis=-2)) * mx.tril(mx.ones((C, C)))
+    since_start = exp(mx.cumsum(log_g, axis=-1))[..., None]  # [B, Hk, R, N, C, 1]
+
+    kt = k.swapaxes(-1, -2)
+    system = (k @ kt) * (decay * beta) * strict + mx.eye(C)
+    inverse = mx.linalg.tri_inv(system)
+    scaled = mx.concatenate([k * (beta * since_start), v * beta], axis=-1)
+    solved = inverse @ scaled
+    w, u = solved[..., :Dk], solved[..., Dk:]
+    to_end = kt * decay[..., -1:, :]  # [B, Hk, R, N, Dk, C]
+    keep = since_start[..., -1:, :]
+
+    if state is None:
+        s = mx.zeros((B, Hk, R, Dk, Dv), dtype=mx.float32)
+    else:
+        s = state.astype(mx.float32).reshape(B, Hk, R, Dv, Dk).swapaxes(-1, -2)
+    before, updates = [], []
+    for n in range(N):
+        before.append(s)
+        update = u[:, :, :, n] - w[:, :, :, n] @ s
+        updates.append(update)
+        s = s * keep[:, :, :, n] + to_end[:, :, :, n] @ update
+    y = (q * since_start) @ mx.stack(before, axis=3) + ((q @ kt) * decay) @ mx.stack(updates, axis=3)
+    y = y.transpose(0, 3, 4, 1, 2, 5).reshape(B, N * C, Hv, Dv)[:, :T]
+    return y.astype(out_type), mx.contiguous(s.swapaxes(-1, -2).reshape(B, Hv, Dv, Dk))
+
+
+@partial(mx.compile, shapeless=True)
+def _gates(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> tuple[mx.array, mx.array]:
+    return mx.exp(-mx.exp(A_log.astype(mx.float32)) * nn.softplus(a + dt_bias)), mx.sigmoid(b)
+
+
+@partial(mx.compile, shapeless=True)
+def _unit(x: mx.array, squares: mx.array) -> mx.array:
+    return x * mx.rsqrt(squares + 1e-6)
+
+
+@partial(mx.compile, shapeless=True)
+def _update(
+    v: mx.array, g: mx.array, beta: mx.array, read_k: mx.array, read_q: mx.array, qk: mx.array, scale: float
+) -> tuple[mx.array, mx.array]:
+    u = (v - g * read_k) * beta
+    return u, (g * read_q + u * qk) * scale
+
+
+@partial(mx.compile, shapeless=True)
+def _write(state: mx.array, g: mx.array, u: mx.array, k: mx.array) -> mx.array:
+    return state * g + u * k
+
+
+def gated_delta_step(
+    qk: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """One token, in half the operations: the old state is read once, by key and query together, since
+    S q = g (S_old q) + u (k . q).
+
+    ``qk`` [B, 2, Hk, Dk] (query first, not normalised), ``v`` [B, Hv, Dv], ``a`` and ``b`` [B, Hv], ``state``
+    [B, Hv, Dv, Dk]; all float32. Gives back y [B, Hv, Dv] and the new state.
+    """
+    B, _, Hk, Dk = qk.shape
+    Hv, Dv = v.shape[1:]
+    R = Hv // Hk
+    g, beta = _gates(a, b, A_log, dt_bias)
+    g, beta = g.reshape(B, Hk, R, 1), beta.reshape(B, Hk, R, 1)
+    qk = _unit(qk, mx.square(qk).sum(axis=-1, keepdims=True))
+    q, k = qk[:, 0], qk[:, 1]
+    read = (state.reshape(B, Hk, R * Dv, Dk) @ qk.transpose(0, 2, 3, 1)).reshape(B, Hk, R, Dv, 2)
+    alike = (q * k).sum(axis=-1)[..., None, None]
+    u, y = _update(v.reshape(B, Hk, R, Dv), g, beta, read[..., 1], read[..., 0], alike, Dk**-0.5)
+    state = _write(state.reshape(B, Hk, R, Dv, Dk), g[..., None], u[..., None], k[:, :, None, None])
+    return y.reshape(B, Hv, Dv), state.reshape(B, Hv, Dv, Dk)
+
+
+class _Chunked:
+    """What both layers share: convolution and recurrence of a prompt's piece, and when that way may be taken."""
+
+    conv_kernel_size: int
+    conv_dim: int
+    key_dim: int
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+    @staticmethod
+    def fits(inputs: mx.array, mask: Any, cache: Any, training: bool) -> bool:
+        """Whether the layer may go its own way: no padding, and either a long piece or one float32 token."""
+        if mask is not None or training or (cache is not None and cache.lengths is not None):
+            return False
+        tokens = inputs.shape[1]
+        return tokens >= MIN_TOKENS or (tokens == 1 and cache is not None and inputs.dtype == mx.float32)
+
+    def mix(self, qkv: mx.array, z: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
+        """``qkv`` [B, S, conv_dim], gate ``z`` [B, S, Hv, Dv], ``a`` and ``b`` [B, S, Hv] -> the layer's output
+        [B, S, H]; moves ``cache`` S tokens on."""
+        B, S, _ = qkv.shape
+        tail = self.conv_kernel_size - 1
+        past = cache[0] if cache is not None else None
+        if past is None:
+            past = mx.zeros((B, tail, self.conv_dim), dtype=qkv.dtype)
+        window = mx.concatenate([past, qkv], axis=1)
+        mixed = silu(self.conv1d(window))  # type: ignore[attr-defined]
+        before = cache[1] if cache is not None else None
+        if S == 1 and before is not None:
+            qk, v = mx.split(mixed[:, 0], [2 * self.key_dim], axis=-1)
+            y, state = gated_delta_step(
+                qk.reshape(B, 2, self.num_k_heads, self.head_k_dim),
+                v.reshape(B, self.num_v_heads, self.head_v_dim),
+                a[:, 0],
+                b[:, 0],
+                self.A_log,  # type: ignore[attr-defined]
+                self.dt_bias,  # type: ignore[attr-defined]
+                before,
+            )
+            y = y[:, None]
+        else:
+            q, k, v = mx.split(mixed, [self.key_dim, 2 * self.key_dim], axis=-1)
+            q = q.reshape(B, S, self.num_k_heads, self.head_k_dim)
+            k = k.reshape(B, S, self.num_k_heads, self.head_k_dim)
+            v = v.reshape(B, S, self.num_v_heads, self.head_v_dim)
+            q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
+            decay = log_decay(a, self.A_log, self.dt_bias)  # type: ignore[attr-defined]
+            y, state = chunked_gated_delta(q, k, v, decay, mx.sigmoid(b), before)
+        if cache is not None:
+            cache[0] = mx.contiguous(window[:, -tail:])
+            cache[1] = state
+            cache.advance(S)
+        normed = rms_norm(y, self.norm.weight, self.norm.eps).astype(mx.float32)  # type: ignore[attr-defined]
+        gated = (normed * silu(z.astype(mx.float32))).astype(y.dtype)
+        return self.out_proj(gated.reshape(B, S, -1))  # type: ignore[attr-defined]
+
+
+class ChunkedGatedDeltaNet(_Chunked, GatedDeltaNet):
+    """Qwen3.5's layer; a piece of a prompt goes by chunks, a single token by ``gated_delta_step``."""
+
+    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        if self.sharding_group is not None or not self.fits(inputs, mask, cache, self.training):
+            return super().__call__(inputs, mask, cache)
+        B, S, _ = inputs.shape
+        z = self.in_proj_z(inputs).reshape(B, S, self.num_v_heads, self.head_v_dim)
+        return self.mix(self.in_proj_qkv(inputs), z, self.in_proj_a(inputs), self.in_proj_b(inputs), cache)
+
+
+class ChunkedNextGatedDeltaNet(_Chunked, Qwen3NextGatedDeltaNet):
+    """Qwen3-Next's layer, whose projections interleave the heads."""
+
+    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        if not self.fits(inputs, mask, cache, self.training):
+            return super().__call__(inputs, mask, cache)
+        B, S, _ = inputs.shape
+        projected = self.fix_query_key_value_ordering(self.in_proj_qkvz(inputs), self.in_proj_ba(inputs))
+        q, k, v, z, b, a = projected
+        qkv = mx.concatenate([part.reshape(B, S, -1) for part in (q, k, v)], axis=-1)
+        return self.mix(qkv, z, a, b, cache)

@@ -1,0 +1,100 @@
+"""The FastAPI application: routes, error answers, and who may ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from ..decode.request import SamplingParams
+from ..errors import DeviceError, ModelError
+from . import errors
+from .chat import complete
+from .guard import HostGuard
+from .schema import ChatRequest
+
+if TYPE_CHECKING:
+    from ..decode.engine import Engine
+
+#: bytes of a request body; a million tokens of text are about 4 MB
+MAX_BODY = 32 * 2**20
+
+
+@dataclass
+class Server:
+    """One engine and how it is offered. ``defaults``: what a request gets for the sampling fields it leaves out."""
+
+    engine: Engine
+    model_name: str
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    use_cache: bool = True
+    on_device_error: Callable[[DeviceError], None] | None = None
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def serves(self, model: str) -> bool:
+        """Whether a request's ``model`` is the one that runs here: its name, its path, or the last part of either."""
+        path = str(self.engine.info.path)
+        return model in {self.model_name, path, Path(self.model_name).name, Path(path).name}
+
+    def model_object(self) -> dict[str, Any]:
+        """The model as ``/v1/models`` lists it."""
+        return {"id": self.model_name, "object": "model", "created": self.started, "owned_by": "mlxkv"}
+
+
+def create_app(
+    engine: Engine,
+    model_name: str,
+    *,
+    defaults: SamplingParams | None = None,
+    host: str = "127.0.0.1",
+    use_cache: bool = True,
+    max_body: int = MAX_BODY,
+    on_device_error: Callable[[DeviceError], None] | None = None,
+) -> FastAPI:
+    """The application around ``engine``, which the caller closes.
+
+    ``defaults`` is used for sampling fields that a request leaves out (greedy, like ``mlxkv run``, unless set).
+    ``host``: a name this server is reached by, beside the loopback names. ``max_body``: bytes of a body at most.
+    ``on_device_error`` is called when the device has failed for good; the process should then end.
+    """
+    server = Server(engine, model_name, defaults or SamplingParams(), use_cache, on_device_error)
+    app = FastAPI(title="mlxkv", max_body_size=max_body, docs_url=None, redoc_url=None)
+    app.add_middleware(HostGuard, host=host)
+    errors.install(app, on_device_error)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """A chat completion, whole or as a stream of server-sent events."""
+        return await complete(server, body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that runs here."""
+        return {"object": "list", "data": [server.model_object()]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """One model by its name."""
+        if not server.serves(model):
+            raise ModelError(f"There is no model {model[:200]!r} here.", f"This server runs {model_name}.")
+        return server.model_object()
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while the engine takes requests, else 503 with the reason."""
+        now = engine.health()
+        body = {
+            "status": "ok" if now.ok else "unavailable",
+            "reason": now.reason,
+            "model": model_name,
+            "active": now.active,
+            "queued": now.queued,
+        }
+        return JSONResponse(body, 200 if now.ok else 503)
+
+    return app

@@ -1,0 +1,92 @@
+"""Every error as OpenAI's error object: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ..errors import DeviceError, MlxkvError
+
+log = logging.getLogger("mlxkv.serve")
+
+_LONGEST = 1000  # characters of a message; what a client sent is not sent back whole
+
+
+def error_object(message: str, type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error."""
+    if len(message) > _LONGEST:
+        message = message[:_LONGEST] + "…"
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def error_of(error: BaseException) -> dict[str, Any]:
+    """The body for an exception; one that was not raised on purpose tells nothing of the inside."""
+    if isinstance(error, MlxkvError):
+        text = f"{error.message} {error.cure}".strip()
+        return error_object(text, error.type, getattr(error, "param", None), error.code)
+    return error_object("The server failed on this request.", "server_error", None, "internal_error")
+
+
+def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None) -> None:
+    """Answer every error of ``app`` this way."""
+
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, MlxkvError)
+        if isinstance(error, DeviceError) and on_device_error is not None:
+            on_device_error(error)
+        headers = {"Retry-After": "5"} if error.status in (429, 503) else None
+        return JSONResponse(error_of(error), error.status, headers=headers)
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return JSONResponse(_validation(error), 400)
+
+    async def http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        body = error_object(str(error.detail), kind, None, None)
+        return JSONResponse(body, error.status_code, headers=error.headers)
+
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_of(error), 500)  # the traceback goes to the server's log
+
+    app.add_exception_handler(MlxkvError, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _validation(error: RequestValidationError) -> dict[str, Any]:
+    first = error.errors()[0]
+    where = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return error_object(
+            f"The body is not JSON: {reason} at byte {where[0] if where else 0}.", "invalid_request_error"
+        )
+    if first["type"] == "missing" and not where:
+        return error_object("The body is empty.", "invalid_request_error")
+    if not where:
+        return error_object(
+            "The body is not a JSON object. Send one, with Content-Type: application/json.", "invalid_request_error"
+        )
+    param = _spelled(where)
+    text = "is missing" if first["type"] == "missing" else f"is not valid: {first['msg']}"
+    return error_object(f"{param} {text}.", "invalid_request_error", param, "invalid_value")
+
+
+def _spelled(where: list[Any]) -> str:
+    """``messages[0].content``; the names pydantic gives to the arms of a union are left out."""
+    made = str(where[0])
+    for part in where[1:]:
+        if isinstance(part, int):
+            made += f"[{part}]"
+        elif part not in ("str", "list[str]", "int", "float", "bool", "[key]"):
+            made += f".{part}"
+    return made

@@ -1,0 +1,78 @@
+"""Runs of the real pipeline that keep the logits of the last prompt token, for comparing bit by bit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.cache.state import SequenceState
+from mlxkv.decode.generation import Generation
+from mlxkv.decode.options import Options
+from mlxkv.decode.request import Completion, Request, SamplingParams
+from mlxkv.decode.runtime import Runtime, open_runtime
+
+BLOCK = 8
+
+
+def runtime(model: Path, cache_dir: Path | None, **options) -> Runtime:
+    return open_runtime(Options(model=model, cache_dir=cache_dir, block_size=BLOCK, **options))[0]
+
+
+class Probe(Generation):
+    """A generation that remembers the logits its prefill ended with."""
+
+    logits: np.ndarray
+    keep = True
+
+    def _prefill(self, state, prompt):
+        out = super()._prefill(state, prompt)
+        self.logits = np.array(out[0].astype(mx.float32))
+        return out
+
+    def _keep(self, state, prompt, reason):
+        if self.keep:
+            super()._keep(state, prompt, reason)
+
+
+def run(rt: Runtime, tokens: list[int], *, use_cache=True, keep=True, max_tokens=1) -> tuple[np.ndarray, Completion]:
+    """(logits of the last prompt token, completion). keep=False: look up and restore, but store nothing."""
+    request = Request(tokens=list(tokens), sampling=SamplingParams(max_tokens=max_tokens), use_cache=use_cache)
+    probe = Probe(rt, request, lambda e: None, lambda: False, time.monotonic())
+    probe.keep = keep
+    completion = probe.run()
+    return probe.logits, completion
+
+
+def kept_in_memory(rt: Runtime, stored: list[int], tokens: list[int], edges: list[int], position: int) -> np.ndarray:
+    """Logits of the last of ``tokens`` from a state that never left memory.
+
+    Like the run that stored ``stored``, it is cut at ``edges`` and before the last token of ``stored``; it is left (and,
+    where rows alone make up the state, rewound) at ``position``, and goes on with ``tokens``.
+    """
+    state = SequenceState.new(rt.make_cache())
+    state.reserve(256)
+
+    def go(ids: list[int], stops: list[int]) -> None:
+        for stop in stops:
+            while state.position < stop:
+                end = min(stop, state.position + rt.chunk)
+                rt.model(mx.array(ids[state.position : end])[None], cache=state.caches)
+                state.advance(end - state.position)
+                mx.eval(state.live())
+            state.settle()
+            mx.eval(state.live())
+
+    assert rt.layout is not None
+    if rt.layout.growing_only:
+        go(stored, [len(stored) - 1])
+        for member in state.members or ():
+            member.rewind(state.position - position)
+        state.position = position
+    else:
+        go(stored, [e for e in edges if e <= position])
+    assert state.position == position
+    go(tokens, [e for e in edges if position < e < len(tokens) - 1] + [len(tokens) - 1])
+    return np.array(rt.model(mx.array(tokens[-1:])[None], cache=state.caches)[0, -1].astype(mx.float32))
