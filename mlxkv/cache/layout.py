@@ -141,8 +141,8 @@ def _spec(member: Member) -> MemberSpec:
 def probe(model: Callable[..., mx.array], make_cache: Callable[[], list[Any]]) -> Layout:
     """The layout that ``model`` really uses, seen after 2 + 1 tokens on a throw-away cache.
 
-    Raises UnknownCache for a class without a kind, LayoutError where shapes or dtypes do not settle, PositionError where
-    a member does not count its tokens.
+    Raises UnknownCache for a class without a kind, LayoutError where shapes or dtypes do not settle, PositionError
+    where a member does not count its tokens.
     """
     caches = make_cache()
     state = SequenceState(caches, members_of(caches))

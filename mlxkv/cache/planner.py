@@ -29,8 +29,8 @@ class Piece:
 class Plan:
     """Stand at ``position`` by reading ``pieces`` (in order, they cover [0, position)) and the state of ``state``.
 
-    ``parent`` is the key that the block of ``position`` hangs on; ``base`` the longest stored leaf of that block that ends
-    at or before it, for later deltas. ``reason`` says why it is not more.
+    ``parent`` is the key that the block of ``position`` hangs on; ``base`` the longest stored leaf of that block that
+    ends at or before it, for later deltas. ``reason`` says why it is not more.
     """
 
     position: int = 0

@@ -1,13 +1,14 @@
 """Records: one safetensors file for one block and kind, verified field by field and byte by byte when read.
 
 The file is plain safetensors. Its metadata holds span, parent, tokens, layout, a checksum for each tensor and a digest
-over the header itself (computed with the digest's own field zeroed). Tensor data is aligned to 64 bytes, or to 16 KiB in
-files with a tensor of 1 MiB or more; safetensors allows no holes, so gaps are tensors named ``__pad…``.
-This module does not own: which records exist (``index``), which to read (``planner``), when to write (``writer``).
+over the header itself (computed with the digest's own field zeroed). Tensor data is aligned to 64 bytes, or to 16 KiB
+in files with a tensor of 1 MiB or more; safetensors allows no holes, so gaps are tensors named ``__pad…``. This
+module does not own: which records exist (``index``), which to read (``planner``), when to write (``writer``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -303,8 +304,8 @@ class Reader:
     def read_into(self, name: str, views: Sequence[memoryview]) -> None:
         """Fill writable byte views, in order, with one tensor; its checksum is compared afterwards.
 
-        Raises RecordError on a wrong checksum, ShortRecord on an early end, UnreadableRecord on an I/O error. The views'
-        content is undefined then.
+        Raises RecordError on a wrong checksum, ShortRecord on an early end, UnreadableRecord on an I/O error. The
+        views' content is undefined then.
         """
         _, _, a, b = self.tensors[name]
         if sum(len(v) for v in views) != b - a:
@@ -321,10 +322,8 @@ class Reader:
         return out
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # all was read and verified before; an error on close changes nothing
             os.close(self.fd)
-        except OSError:
-            pass  # everything was read and verified before; an error on close changes nothing
 
     def __enter__(self) -> Reader:
         return self

@@ -39,8 +39,9 @@ class _Rows:
 
 @dataclass
 class Recorder:
-    """``tokens`` is the sequence's own list (prompt, then generated ids) and may grow. ``submit`` takes a finished group
-    and says whether it was accepted; ``stored`` says whether a key is on disk with all its rows, and with a state."""
+    """``tokens`` is the sequence's own list (prompt, then generated ids) and may grow. ``submit`` takes a finished
+    group and says whether it was accepted; ``stored`` says whether a key is on disk with all its rows, and with a
+    state."""
 
     state: SequenceState
     tokens: list[int]

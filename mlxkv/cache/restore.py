@@ -30,8 +30,8 @@ class Restorer:
         self.folder, self.space, self.layout, self.tokens = folder, space, layout, tokens
 
     def run(self, plan: Plan, state: SequenceState, capacity: int) -> int:
-        """Bring a fresh ``state`` to ``plan.position``, growing buffers with room for ``capacity`` rows; returns the bytes
-        read. Raises RestoreFailed; the state is as new then."""
+        """Bring a fresh ``state`` to ``plan.position``, growing buffers with room for ``capacity`` rows; returns the
+        bytes read. Raises RestoreFailed; the state is as new then."""
         arrays: dict[str, mx.array] = {}
         read = 0
         position = plan.position
@@ -137,7 +137,8 @@ class Restorer:
 
 
 def _needed(member: MemberSpec, piece: Piece, position: int) -> list[tuple[int, int]]:
-    """The parts of a piece that a window at ``position`` holds: the first ``keep`` rows and the last ``window`` ones."""
+    """The parts of a piece that a window at ``position`` holds: the first ``keep`` rows and the last ``window``
+    ones."""
     window, keep = member.window or 0, member.keep
     if position <= window + keep:
         wanted = [(0, position)]

@@ -111,9 +111,8 @@ class Growing(Member):
         self.cache.step = capacity
 
     def arrays(self) -> Arrays:
-        if self.cache.keys is None:
-            return {}
-        return {"keys": self.cache.keys, "values": self.cache.values}
+        keys, values = self.cache.keys, self.cache.values
+        return {} if keys is None or values is None else {"keys": keys, "values": values}
 
     def hold(self) -> Any:
         # `a[:]` is another handle on the same buffer; a second reference to the same object would follow its rebinding.
@@ -160,9 +159,8 @@ class Window(Member):
         return self.cache.keep
 
     def arrays(self) -> Arrays:
-        if self.cache.keys is None:
-            return {}
-        return {"keys": self.cache.keys, "values": self.cache.values}
+        keys, values = self.cache.keys, self.cache.values
+        return {} if keys is None or values is None else {"keys": keys, "values": values}
 
     def hold(self) -> Any:
         keys, values, offset, keep, max_size, index = self.cache.state

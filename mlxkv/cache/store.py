@@ -93,8 +93,8 @@ class PrefixStore:
     def restore(
         self, plan: Plan, tokens: list[int], new_state: Callable[[], SequenceState], capacity: int, salt: str = ""
     ) -> tuple[SequenceState, Lookup, Plan]:
-        """Execute ``plan`` on a fresh state. A record that fails is a miss from there on: its verdict is kept, the plan is
-        made again without it, and the reason is the failure's. Never raises for a store fault."""
+        """Execute ``plan`` on a fresh state. A record that fails is a miss from there on: its verdict is kept, the
+        plan is made again without it, and the reason is the failure's. Never raises for a store fault."""
         space = self.space(salt)
         limit = len(tokens) - 1
         planner = Planner(self.index, space, self.layout)
@@ -126,8 +126,8 @@ class PrefixStore:
     def recorder(
         self, state: SequenceState, tokens: list[int], plan: Plan, barrier: Callable[[], None], salt: str = ""
     ) -> Recorder:
-        """A recorder that goes on where ``plan`` was restored. ``barrier`` returns once the device is known to have done
-        all its work without an error, and raises otherwise."""
+        """A recorder that goes on where ``plan`` was restored. ``barrier`` returns once the device is known to have
+        done all its work without an error, and raises otherwise."""
         space = self.space(salt)
         planner = Planner(self.index, space, self.layout)
 

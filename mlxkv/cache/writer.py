@@ -61,7 +61,8 @@ class Counters:
 
 
 class Writer:
-    """Owns the thread and its queue. ``limit`` bounds the bytes that wait; beyond it groups are refused, not waited for."""
+    """Owns the thread and its queue. ``limit`` bounds the bytes that wait; beyond it groups are refused, not waited
+    for."""
 
     def __init__(
         self, folder: CacheFolder, planner: Callable[[Index, bytes], Planner], *, limit: int, floor: int, name: str

@@ -37,10 +37,11 @@ class Health:
 class Engine:
     """Loads ``model`` on a thread of its own and answers requests there until ``close()``.
 
-    model: a folder or a Hugging Face id. dtype: auto | bf16 | fp16 | fp32. cache_dir: where the prefix store lives; None
-    or cache=False: no store. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward, None for
-    what suits the device. async_kv_limit: bytes of live state up to which a step is submitted early, 0 = never. wired:
-    bytes to wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait.
+    model: a folder or a Hugging Face id. dtype: auto | bf16 | fp16 | fp32. cache_dir: where the prefix store lives;
+    None or cache=False: no store. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward,
+    None for what suits the device. async_kv_limit: bytes of live state up to which a step is submitted early, 0 =
+    never. wired: bytes to wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that
+    may wait.
 
     Raises ModelError if the model cannot be loaded, ConfigError for settings that cannot work.
     """

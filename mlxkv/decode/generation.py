@@ -1,7 +1,7 @@
 """One request, from prompt to answer: look-up, restore, prefill in segments, decode, record.
 
-The decoding loop builds the graph of step t+1 while t runs, reads token t, lets go of the kept references, and only then
-submits t+1 (DESIGN §6): a second reference to a cache buffer would cost a copy of it each step.
+The decoding loop builds the graph of step t+1 while t runs, reads token t, lets go of the kept references, and only
+then submits t+1 (DESIGN §6): a second reference to a cache buffer would cost a copy of it each step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,19 @@ from ..cache.state import SequenceState
 from ..cache.store import PrefixStore
 from ..errors import PromptTooLong, RequestError
 from .prompt import Prompt, build
-from .request import CacheReport, Completion, Delta, Event, FinishReason, Finished, Progress, Request, Started
-from .request import Timings, Usage
+from .request import (
+    CacheReport,
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Progress,
+    Request,
+    Started,
+    Timings,
+    Usage,
+)
 from .reservation import OPEN_END, reserve
 from .runtime import Runtime
 from .sampling import Sampler
@@ -189,7 +200,7 @@ class Generation:
                 following = sampler(self._forward(state, token)[:, -1, :])
                 if early and sum(a.nbytes for a in state.live()) <= early:
                     mx.async_eval(following, *state.live(), *sampler.live())
-            value = int(token.item())
+            value: int = token.tolist()[0]  # type: ignore[index]
             self.sampled.append(value)
             if len(self.sampled) == 1:
                 self._first_at = time.monotonic()

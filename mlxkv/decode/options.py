@@ -31,8 +31,8 @@ class Options:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``layout`` names the state
-    kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens."""
+    """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``layout`` names the
+    state kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens."""
 
     name: str
     path: Path

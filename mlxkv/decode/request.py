@@ -23,8 +23,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted from logits of tokens generated so far (OpenAI). repetition_penalty:
     divides (multiplies if negative) logits of the last ``repetition_context`` tokens, prompt included; 1.0 = off.
     logit_bias: token id -> added to its logit. seed: 64-bit; the same seed gives the same text whatever was cached.
-    stop: strings that end the text and are not part of it. max_tokens: tokens to sample at most, the stop token included;
-    None = until the context is full.
+    stop: strings that end the text and are not part of it. max_tokens: tokens to sample at most, the stop token
+    included; None = until the context is full.
     """
 
     temperature: float = 0.0
@@ -127,9 +127,10 @@ class Usage:
 class CacheReport:
     """What the prefix store did for a request.
 
-    source: ``none | ram | ssd | object | legacy``, the slowest tier used. miss_reason: null only when everything but the
-    last prompt token was restored, else one of ``mlxkv.cache.lookup.REASONS``. miss_position: first prompt token that
-    was not restored (null with the reason). stored_tokens: tokens of this request handed to the store for keeping.
+    source: ``none | ram | ssd | object | legacy``, the slowest tier used. miss_reason: null only when everything but
+    the last prompt token was restored, else one of ``mlxkv.cache.lookup.REASONS``. miss_position: first prompt token
+    that was not restored (null with the reason). stored_tokens: tokens of this request handed to the store for
+    keeping.
     """
 
     source: str
@@ -140,7 +141,8 @@ class CacheReport:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds, except decode_tps (tokens per second after the first). ttft_s counts from the request, the model loaded."""
+    """Seconds, except decode_tps (tokens per second after the first). ttft_s counts from the request, the model
+    loaded."""
 
     load_s: float
     lookup_s: float
@@ -184,7 +186,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text, complete characters only, stop strings held back; ``text`` may be empty. token_ids: ids it came with."""
+    """New text, complete characters only, stop strings held back; ``text`` may be empty. token_ids: ids it came
+    with."""
 
     text: str
     token_ids: list[int]

@@ -56,12 +56,14 @@ class Sampler:
         self._sampled: mx.array | None = None
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Token id, shape [1], int; ``logits``: [1, vocabulary]. Lazy: may be called before earlier tokens are known."""
+        """Token id, shape [1], int; ``logits``: [1, vocabulary]. Lazy: may be called before earlier tokens are
+        known."""
         logits = logits.astype(mx.float32) if logits.dtype != mx.float32 else logits
         for process in self._bias:
-            logits = process(None, logits)
-        for process in self._repetition:
-            logits = process(self._tail, logits)
+            logits = process(mx.zeros((0,), mx.int32), logits)
+        if self._tail is not None:
+            for process in self._repetition:
+                logits = process(self._tail, logits)
         if self._sampled is not None:
             for process in self._generated:
                 logits = process(self._sampled, logits)

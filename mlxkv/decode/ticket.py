@@ -29,8 +29,8 @@ class Ticket:
         return self._cancelled.is_set()
 
     def next_event(self, timeout: float | None = None) -> Event:
-        """The next event. Raises the request's error, StopIteration after the last event, TimeoutError after ``timeout``
-        seconds."""
+        """The next event. Raises the request's error, StopIteration after the last event, TimeoutError after
+        ``timeout`` seconds."""
         if self._over:
             raise StopIteration
         try:

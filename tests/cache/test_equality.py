@@ -1,7 +1,8 @@
-"""The promise itself: what was restored from SSD in a new process gives the logits of a run that remembered, or began cold.
+"""The promise itself: what was restored from SSD in a new process gives the logits of a run that remembered, or began
+cold.
 
-In ``exact`` the promise is bit-equality. Where an operation of mlx-lm's sums in an order that depends on how a prompt was
-cut, the table below names it with its measured relative difference (largest |Δ logit| / largest |logit|).
+In ``exact`` the promise is bit-equality. Where an operation of mlx-lm's sums in an order that depends on how a prompt
+was cut, the table below names it with its measured relative difference (largest |Δ logit| / largest |logit|).
 """
 
 from __future__ import annotations
