@@ -36,14 +36,14 @@ class Destination:
     def views(self) -> list[memoryview]:
         """The whole array as one byte view."""
         assert self._host is not None
-        return [memoryview(self._host.reshape(-1).view(np.uint8))] if self._host.size else []
+        return [self._host.reshape(-1).view(np.uint8).data] if self._host.size else []
 
     def row_views(self, a: int, b: int) -> list[memoryview]:
         """Rows [a, b) of ``[1, heads, rows, width]``, a byte view a head."""
         assert self._host is not None
         if a == b or not self._host.size:
             return []
-        return [memoryview(head[a:b].reshape(-1).view(np.uint8)) for head in self._host[0]]
+        return [head[a:b].reshape(-1).view(np.uint8).data for head in self._host[0]]
 
     def release(self) -> mx.array:
         """Drop the views and give the array away."""

@@ -171,7 +171,7 @@ class Body:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def encode(meta: Meta, body: Body) -> tuple[bytes, list[bytes | memoryview]]:

@@ -1,4 +1,4 @@
-"""RMS normalisation of a few rows on the CPU, where MLX's own is six operations and a decoding step has dozens of them."""
+"""RMS normalisation of a few rows on the CPU, where MLX needs six operations and a decoding step has dozens of them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,184 @@
+"""The CPU's own layers compute what mlx-lm's do, within 5e-6 of the largest value."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.gated_delta import gated_delta_ops, normalize_qk
+from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextGatedDeltaNet
+
+from mlxkv import numerics
+from mlxkv.models import activation, fast
+from mlxkv.models.conv import DepthwiseConv1d, is_depthwise
+from mlxkv.models.gated_delta import ChunkedNextGatedDeltaNet, chunked_gated_delta, gated_delta_step, log_decay
+from mlxkv.models.norm import rms_norm
+from tests import tiny
+
+pytestmark = pytest.mark.skipif(numerics.current().device != "cpu", reason="layers for the CPU")
+TOLERANCE = 5e-6
+
+
+def far(a, b):
+    assert a.shape == b.shape and a.dtype == b.dtype
+    return (mx.abs(a - b).max() / mx.abs(b).max()).item()
+
+
+def problem(T, Hk, Hv, *, decay, seed=0, B=2, Dk=32, Dv=16, alike=1.0):
+    """Random inputs; keys share a direction (``alike``), which makes the triangular systems hard."""
+    keys = mx.random.split(mx.random.key(seed), 6)
+    q, k = (mx.random.normal((B, T, Hk, Dk), key=keys[i]) + alike * i for i in (0, 1))
+    q, k = normalize_qk(q, k, inv_scale=Dk**-0.5, eps=1e-6)
+    v = mx.random.normal((B, T, Hv, Dv), key=keys[2])
+    a = mx.random.normal((B, T, Hv), key=keys[3]) * 4
+    beta = mx.sigmoid(mx.random.normal((B, T, Hv), key=keys[4]) * 3)
+    log_g = log_decay(a, mx.log(mx.full((Hv,), decay)), mx.ones(Hv))
+    return q, k, v, log_g, beta, mx.random.normal((B, Hv, Dv, Dk), key=keys[5])
+
+
+@pytest.mark.parametrize("T", [1, 2, 31, 32, 33, 100, 257])
+def test_chunked_gated_delta_any_length(T):
+    q, k, v, log_g, beta, state = problem(T, 2, 4, decay=0.2, seed=T)
+    y, after = chunked_gated_delta(q, k, v, log_g, beta, state)
+    y0, after0 = gated_delta_ops(q, k, v, mx.exp(log_g), beta, state)
+    assert far(y, y0) < TOLERANCE and far(after, after0) < TOLERANCE
+
+
+@pytest.mark.parametrize("decay", [1e-6, 0.05, 1.0, 16.0, 300.0])
+@pytest.mark.parametrize(("Hk", "Hv"), [(1, 1), (1, 4), (4, 4)])
+def test_chunked_gated_delta_weak_and_strong_decay(decay, Hk, Hv):
+    q, k, v, log_g, beta, state = problem(70, Hk, Hv, decay=decay, alike=3.0)
+    y, after = chunked_gated_delta(q, k, v, log_g, beta, state)
+    y0, after0 = gated_delta_ops(q, k, v, mx.exp(log_g), beta, state)
+    assert mx.isfinite(y).all() and mx.isfinite(after).all()
+    assert far(y, y0) < TOLERANCE and far(after, after0) < TOLERANCE
+
+
+def test_chunked_gated_delta_weak_decay_after_a_strong_one():
+    q, k, v, log_g, beta, state = problem(64, 2, 2, decay=0.01)
+    log_g = mx.where((mx.arange(64) == 5)[None, :, None], -5000.0, log_g)
+    y, after = chunked_gated_delta(q, k, v, log_g, beta, state)
+    y0, after0 = gated_delta_ops(q, k, v, mx.exp(log_g), beta, state)
+    assert far(y, y0) < TOLERANCE and far(after, after0) < TOLERANCE
+
+
+def test_chunked_gated_delta_keys_all_alike():
+    q, k, v, log_g, beta, state = problem(96, 1, 2, decay=1e-6, alike=1e4)
+    y, after = chunked_gated_delta(q, k, v, log_g, mx.ones_like(beta), state)
+    y0, after0 = gated_delta_ops(q, k, v, mx.exp(log_g), mx.ones_like(beta), state)
+    assert far(y, y0) < TOLERANCE and far(after, after0) < TOLERANCE
+
+
+def test_chunked_gated_delta_in_pieces_and_from_nothing():
+    q, k, v, log_g, beta, _ = problem(90, 2, 4, decay=0.2)
+    whole, end = chunked_gated_delta(q, k, v, log_g, beta)
+    state, pieces = None, []
+    for a, b in ((0, 40), (40, 41), (41, 90)):
+        y, state = chunked_gated_delta(q[:, a:b], k[:, a:b], v[:, a:b], log_g[:, a:b], beta[:, a:b], state)
+        pieces.append(y)
+    assert far(mx.concatenate(pieces, axis=1), whole) < TOLERANCE and far(state, end) < TOLERANCE
+
+
+@pytest.mark.parametrize("decay", [1e-3, 0.5, 50.0])
+@pytest.mark.parametrize(("Hk", "Hv"), [(2, 2), (1, 4)])
+def test_gated_delta_step(Hk, Hv, decay):
+    keys = mx.random.split(mx.random.key(7), 5)
+    qk = mx.random.normal((3, 2, Hk, 32), key=keys[0]) + 0.5
+    v, state = mx.random.normal((3, Hv, 16), key=keys[1]), mx.random.normal((3, Hv, 16, 32), key=keys[2])
+    a, b = mx.random.normal((3, Hv), key=keys[3]), mx.random.normal((3, Hv), key=keys[4])
+    A_log, bias = mx.log(mx.full((Hv,), decay)), mx.ones(Hv)
+    before = mx.array(state)
+    y, after = gated_delta_step(qk, v, a, b, A_log, bias, state)
+    q, k = normalize_qk(qk[:, :1], qk[:, 1:], inv_scale=32**-0.5, eps=1e-6)
+    g, beta = mx.exp(log_decay(a, A_log, bias))[:, None], mx.sigmoid(b)[:, None]
+    y0, after0 = gated_delta_ops(q, k, v[:, None], g, beta, state)
+    assert far(y, y0[:, 0]) < TOLERANCE and far(after, after0) < TOLERANCE
+    assert mx.array_equal(state, before)  # a kept state is never written into
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 4, 3, 32), (1, 200, 64)])
+def test_rms_norm(shape):
+    x, weight = mx.random.normal(shape) * 3, mx.random.normal(shape[-1:])
+    assert far(rms_norm(x, weight, 1e-5), mx.fast.rms_norm(x, weight, 1e-5)) < TOLERANCE
+
+
+@pytest.mark.parametrize("channels", [24, 256, 1024])
+@pytest.mark.parametrize("length", [1, 2, 64, 100])
+@pytest.mark.parametrize("bias", [True, False])
+def test_depthwise_convolution(channels, length, bias):
+    plain = nn.Conv1d(channels, channels, 4, groups=channels, bias=bias)
+    if bias:
+        plain.bias = mx.random.normal((channels,))
+    assert is_depthwise(plain)
+    mine = fast._as(DepthwiseConv1d, plain)
+    x = mx.random.normal((2, length + 3, channels))
+    assert far(mine(x), plain(x)) < TOLERANCE
+
+
+def test_other_convolutions_are_left_alone():
+    assert not is_depthwise(nn.Conv1d(8, 8, 4))
+    assert not is_depthwise(nn.Conv1d(8, 8, 4, groups=8, padding=3))
+    assert not is_depthwise(nn.Conv1d(8, 8, 4, groups=8, stride=2))
+    assert not is_depthwise(nn.Conv1d(8, 16, 4, groups=8))
+    assert not is_depthwise(nn.Linear(8, 8))
+
+
+def test_activations():
+    x = mx.concatenate([mx.linspace(-100, 80, 5000), mx.array([-1e30, -200.0, 0.0])])
+    assert far(activation.silu(x), nn.silu(x)) < TOLERANCE
+    exact, close = mx.exp(x), activation.exp(x)
+    assert (mx.abs(close - exact) <= 8e-6 * exact + 1e-30).all()
+
+
+@pytest.mark.parametrize("arch", tiny.ARCHS)
+@pytest.mark.parametrize("pieces", [(70,), (40, 1, 1, 3, 25)])
+def test_accelerated_models_agree(arch, pieces):
+    plain, mine = tiny.build(arch)[0], tiny.build(arch)[0]
+    names = sorted(name for name, _ in tree_flatten(mine.parameters()))
+    replaced = fast.accelerate(mine)
+    assert bool(replaced) == (arch != "gemma3_text")
+    assert sorted(name for name, _ in tree_flatten(mine.parameters())) == names
+    assert fast.accelerate(mine) == []  # nothing is replaced twice
+    ids, done = tiny.ids(sum(pieces), 4), 0
+    one, two = make_prompt_cache(plain), make_prompt_cache(mine)
+    for n in pieces:
+        x = mx.array([ids[done : done + n]])
+        assert far(mine(x, cache=two), plain(x, cache=one)) < 4 * TOLERANCE  # several layers deep
+        done += n
+    for (_, a), (_, b) in zip(tree_flatten([c.state for c in two]), tree_flatten([c.state for c in one]), strict=True):
+        if isinstance(a, mx.array):
+            assert far(a, b) < 4 * TOLERANCE
+
+
+def test_a_padded_batch_goes_mlx_lms_way():
+    plain, mine = tiny.build("qwen3_5")[0], tiny.build("qwen3_5")[0]
+    fast.accelerate(mine)
+    x = mx.array([tiny.ids(40, 1), tiny.ids(40, 2)])
+    outs = []
+    for model in (plain, mine):
+        cache = make_prompt_cache(model)
+        for c in cache:
+            if isinstance(c, ArraysCache):
+                c.prepare(lengths=[20, 40])
+        outs.append(model(x, cache=cache))
+    assert far(outs[1], outs[0]) < 4 * TOLERANCE
+
+
+def test_qwen3_next_layer():
+    fields = dict.fromkeys(ModelArgs.__dataclass_fields__, 1) | {
+        "hidden_size": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "rms_norm_eps": 1e-6,
+    }
+    plain = Qwen3NextGatedDeltaNet(ModelArgs(**fields))
+    plain.eval()
+    mine = fast._as(ChunkedNextGatedDeltaNet, plain)
+    one, two = ArraysCache(2), ArraysCache(2)
+    for n in (50, 1, 33):
+        x = mx.random.normal((2, n, 64))
+        assert far(mine(x, cache=two), plain(x, cache=one)) < TOLERANCE
+        assert far(two[0], one[0]) < TOLERANCE and far(two[1], one[1]) < TOLERANCE
