@@ -16,7 +16,7 @@ from ..errors import RequestError
 from .request import Request
 from .text import decode, plain
 
-#: with more messages than this, older ends are looked for at doubling distances only: rendering stays affordable
+#: with more messages than this, older ends are kept at doubling distances only: rendering and states stay affordable
 RECENT = 48
 
 FindAnswer = Callable[[list[int], str], "list[int] | None"]
@@ -43,7 +43,7 @@ def build(request: Request, tokenizer: Any, eos: set[int], find_answer: FindAnsw
         if bad := next((t for t in tokens if not isinstance(t, int) or isinstance(t, bool) or t < 0), None):
             raise RequestError(f"{bad!r} is not a token id.", "Ids are whole numbers from 0.", param="tokens")
     ends = [i + 1 for i, token in enumerate(tokens[:-1]) if token in eos]
-    return Prompt(tokens, [b for b in ends if b < len(tokens)])
+    return Prompt(tokens, [end for i, end in enumerate(ends) if _worth(len(ends) - i)])
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:

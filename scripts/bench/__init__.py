@@ -1,0 +1,1 @@
+"""Benchmarks: each prints ratios of two sides measured in turn, never a time to be believed alone."""
