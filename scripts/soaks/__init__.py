@@ -1,0 +1,1 @@
+"""Soaks: what the test suite checks in seconds, run for as long as one likes, with a seed to repeat it."""
