@@ -7,9 +7,11 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
+from .. import numerics
 from .activation import FEED_FORWARD
 from .conv import DepthwiseConv1d, is_depthwise
 from .gated_delta import ChunkedGatedDeltaNet, ChunkedNextGatedDeltaNet
+from .linear import RowLinear, gains
 from .norm import RMSNorm
 
 _RECURRENT: dict[type[nn.Module], type[nn.Module]] = {
@@ -22,11 +24,14 @@ def accelerate(model: nn.Module) -> list[str]:
     """Replace, in place, every layer that has a faster form; parameters are shared, not copied. Gives back what was
     replaced ("6 x Conv1d -> DepthwiseConv1d"), for the log."""
     leaves: dict[str, type[nn.Module]] = {}
+    openblas = numerics.current().blas.startswith("openblas")
     for name, layer in model.named_modules():
         if is_depthwise(layer):
             leaves[name] = DepthwiseConv1d
         elif type(layer) is nn.RMSNorm:
             leaves[name] = RMSNorm
+        elif openblas and gains(layer):
+            leaves[name] = RowLinear
     # A layer that holds others comes second: it takes over the children the old one has then.
     known = _RECURRENT | FEED_FORWARD
     holders = {name: known[type(layer)] for name, layer in model.named_modules() if type(layer) in known}

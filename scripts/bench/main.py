@@ -136,7 +136,7 @@ def restart(model: Path, pairs: int) -> Result:
         cache = ["--cache-dir", str(folder / "cache")]
         first = run(messages, *cache, tokens=24)
         messages.append({"role": "assistant", "content": first["text"]})
-        longer = [*messages, {"role": "user", "content": "And who wrote the names down?"}]
+        longer = [*messages, {"role": "user", "content": "1 name: who wrote it?"}]
         seen: list[dict[str, Any]] = []
 
         def cold_s() -> float:
@@ -144,7 +144,7 @@ def restart(model: Path, pairs: int) -> Result:
 
         def warm_s() -> float:
             # each pair asks something new, so that nothing of the question itself is stored
-            asked = [*messages, {"role": "user", "content": f"And who wrote the {len(seen) + 2} names down?"}]
+            asked = [*messages, {"role": "user", "content": f"{len(seen) + 2} names: who wrote them?"}]
             seen.append(run(asked, *cache))
             return seen[-1]["timings"]["ttft_s"]
 

@@ -9,7 +9,7 @@ from mlx_lm.models.gated_delta import gated_delta_ops, normalize_qk
 from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextGatedDeltaNet
 
 from mlxkv import numerics
-from mlxkv.models import activation, fast
+from mlxkv.models import activation, fast, linear
 from mlxkv.models.conv import DepthwiseConv1d, is_depthwise
 from mlxkv.models.gated_delta import ChunkedNextGatedDeltaNet, chunked_gated_delta, gated_delta_step, log_decay
 from mlxkv.models.norm import rms_norm
@@ -182,3 +182,18 @@ def test_qwen3_next_layer():
         x = mx.random.normal((2, n, 64))
         assert far(mine(x, cache=two), plain(x, cache=one)) < TOLERANCE
         assert far(two[0], one[0]) < TOLERANCE and far(two[1], one[1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 48), (48,), (1, 3, 48), (2, 1, 48)])
+def test_row_linear_is_a_linear_layer(shape, bias):
+    theirs = nn.Linear(48, 80, bias=bias)
+    mine = fast._as(linear.RowLinear, theirs)
+    x = mx.random.normal(shape, key=mx.random.key(3))
+    assert mx.allclose(mine(x), theirs(x), rtol=1e-5, atol=1e-6).item()
+    assert mine(x).shape == theirs(x).shape
+
+
+def test_wide_heads_and_quantised_layers_stay():
+    assert linear.gains(nn.Linear(64, 64)) and not linear.gains(nn.Linear(64, 1 << 19))
+    assert not linear.gains(nn.QuantizedLinear(64, 64)) and not linear.gains(linear.RowLinear(64, 64))
