@@ -20,7 +20,8 @@ from .decode.request import SamplingParams
 from .errors import ConfigError, RequestError
 
 #: Variables named MLXKV_* that belong to the tools around mlxkv and are no settings.
-OTHER_VARIABLES = ("MLXKV_VENV", "MLXKV_CONFIG", "MLXKV_TEST_")
+OTHER_VARIABLES = ("MLXKV_CONFIG", "MLXKV_PYTHON", "MLXKV_VENV")
+_OTHER_PREFIX = "MLXKV_TEST_"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -299,7 +300,8 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that look like settings; an empty one counts as unset."""
     found = {}
     for name, value in sorted(environ.items()):
-        if name.startswith("MLXKV_") and not name.startswith(OTHER_VARIABLES) and value != "":
+        other = name in OTHER_VARIABLES or name.startswith(_OTHER_PREFIX)
+        if name.startswith("MLXKV_") and not other and value != "":
             found[name.removeprefix("MLXKV_").lower()] = value
     return found
 

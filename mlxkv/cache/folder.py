@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import secrets
 import sqlite3
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +20,11 @@ from .layout import RECORD_KINDS
 from .record import MissingRecord, Reader, RecordError
 
 SUFFIX = ".safetensors"
+TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # bford.info/cachedir: backups pass the folder over
 QUARANTINE_LIMIT = 64 << 20
+#: names of temporaries begin with the process id and a word of this very process: ids come again, in containers at once
+_PREFIX = f"{os.getpid()}-{secrets.token_hex(4)}-"
+_TEMPORARY = re.compile(r"([1-9][0-9]{0,9})-[0-9a-f]{8}-")
 
 
 class FolderRefused(Exception):
@@ -32,20 +39,27 @@ class CacheFolder:
         self.records = path / "records"
         self.tmp = path / "tmp"
         self.quarantine_dir = path / "quarantine"
+        self.suspicion = path / "index.damaged"
 
     def prepare(self, *, allow_unprotected: bool = False) -> None:
         """Create what is missing, private to the user. Raises FolderRefused."""
         try:
-            for folder in (self.path, self.records, self.tmp, self.quarantine_dir):
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.chmod(self.path, 0o700)
-            probe = self.tmp / f"probe-{os.getpid()}-{time.monotonic_ns()}"
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            ours = [self.records, self.tmp, self.quarantine_dir]
+            if self.records.is_dir() or not any(self.path.iterdir()):
+                ours.append(self.path)  # a folder that holds other things keeps its mode
+            for folder in ours:
+                folder.mkdir(exist_ok=True, mode=0o700)
+                os.chmod(folder, 0o700)
+            probe = self.temporary("probe")
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            modes = [stat.S_IMODE(p.stat().st_mode) & 0o077 for p in (self.path, probe)]
+            modes = [stat.S_IMODE(p.stat().st_mode) & 0o077 for p in (*ours, probe)]
             probe.unlink()
-            if not (self.path / "CACHEDIR.TAG").exists():
-                (self.path / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
-            (self.path / ".metadata_never_index").touch(mode=0o600)
+            for name, text in (("CACHEDIR.TAG", TAG), (".metadata_never_index", "")):
+                with contextlib.suppress(FileExistsError):
+                    fd = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                    with open(fd, "w") as out:
+                        out.write(text)
         except OSError as e:
             raise FolderRefused(f"The cache folder {self.path} cannot be used: {e.strerror or e}.") from e
         if any(modes) and not allow_unprotected:
@@ -58,6 +72,10 @@ class CacheFolder:
         name = key.hex()
         return self.records / name[:2] / f"{name}.{kind}{SUFFIX}"
 
+    def temporary(self, name: str) -> Path:
+        """Where this thread may write something that is not yet to be seen."""
+        return self.tmp / f"{_PREFIX}{threading.get_ident()}-{name}"
+
     def scan(self) -> Iterator[tuple[bytes, str, Path]]:
         """Every file that is named like a record; links and foreign files are passed over."""
         for sub in sorted(self.records.glob("[0-9a-f][0-9a-f]")):
@@ -67,11 +85,13 @@ class CacheFolder:
                     if not item.name.endswith(SUFFIX) or not dot or kind not in RECORD_KINDS or len(stem) != 64:
                         continue
                     with contextlib.suppress(ValueError):
-                        if item.is_file(follow_symlinks=False):
-                            yield bytes.fromhex(stem), kind, Path(item.path)
+                        key = bytes.fromhex(stem)
+                        path = self.file(key, kind)
+                        if path == Path(item.path) and item.is_file(follow_symlinks=False):
+                            yield key, kind, path
 
     def set_aside(self, path: Path, action: str) -> None:
-        """What becomes of a record that failed: quarantine | delete | keep | forget."""
+        """What becomes of a file that failed: quarantine | delete | keep | forget."""
         with contextlib.suppress(OSError):
             if action == "delete":
                 path.unlink()
@@ -80,7 +100,7 @@ class CacheFolder:
                 self._bound_quarantine()
 
     def _bound_quarantine(self) -> None:
-        held = sorted((p.name, p.stat().st_size, p) for p in self.quarantine_dir.iterdir())
+        held = sorted((p.name, p.stat().st_size, p) for p in self.quarantine_dir.iterdir() if p.is_file())
         total = sum(size for _, size, _ in held)
         for _, size, path in held:
             if total <= QUARANTINE_LIMIT:
@@ -88,12 +108,21 @@ class CacheFolder:
             path.unlink()
             total -= size
 
+    def suspect(self, error: Exception) -> None:
+        """If an error says that the index is damaged, and not only busy or out of space, have it built again next time."""
+        damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in damaged:
+            with contextlib.suppress(OSError):
+                self.suspicion.touch(mode=0o600)
+
     def clear_leftovers(self) -> None:
-        """Remove temporaries whose process is gone (names start with the process id)."""
+        """Remove temporaries whose process is gone."""
         for path in self.tmp.iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                pid = int(path.name.split("-", 1)[0])
-                if pid != os.getpid() and not _alive(pid):
+            named = _TEMPORARY.match(path.name)
+            if named is None or path.name.startswith(_PREFIX):
+                continue
+            if (pid := int(named[1])) == os.getpid() or not _alive(pid):
+                with contextlib.suppress(OSError):
                     path.unlink()
 
     def size(self) -> int:
@@ -112,7 +141,7 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except (OSError, OverflowError):
         return True
     return True
 
@@ -121,16 +150,17 @@ def open_index(folder: CacheFolder) -> Index:
     """The folder's index, in step with its files: orphans are adopted, rows without a file dropped. A damaged index is
     set aside and built again from the files. Raises sqlite3.Error if even that fails, OSError."""
     try:
+        if folder.suspicion.exists():
+            raise sqlite3.DatabaseError("an earlier run found it damaged")
         index = Index(folder.path)
         _reconcile(folder, index)
         return index
     except sqlite3.DatabaseError as e:
         if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
             raise  # busy, not damaged
+        folder.suspicion.unlink(missing_ok=True)
         for suffix in ("", "-wal", "-shm"):
-            with contextlib.suppress(FileNotFoundError):
-                damaged = folder.path / (FILE + suffix)
-                os.replace(damaged, folder.quarantine_dir / f"{time.time_ns()}-{damaged.name}")
+            folder.set_aside(folder.path / (FILE + suffix), "quarantine")
         index = Index(folder.path)
         _reconcile(folder, index)
         return index
@@ -161,7 +191,7 @@ def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path) 
     except RecordError as e:
         folder.set_aside(path, e.action)
         return
-    index.add_root(meta.root, meta.model, meta.fingerprint, meta.compute, meta.layout)
+    index.add_root(meta.root, meta.model, meta.fingerprint, meta.compute, meta.layout, meta.block)
     entry = Entry(
         meta.key,
         meta.root,
@@ -177,4 +207,5 @@ def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path) 
     if meta.answer:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             answer = json.loads(meta.answer)
-            index.add_answer(bytes.fromhex(answer["digest"]), meta.key, answer["start"], answer["last"])
+            last = None if answer["last"] is None else int(answer["last"])
+            index.add_answer(bytes.fromhex(answer["digest"]), meta.key, int(answer["start"]), last)

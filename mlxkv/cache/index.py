@@ -12,16 +12,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from .keys import common, digest
+
 FILE = "index.sqlite"
+VERSION = 2  # of the tables; an index of another version is built again from the files
+_NEIGHBOURS = 8
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS roots (
-  root BLOB PRIMARY KEY, model TEXT, fingerprint BLOB, compute TEXT, layout BLOB) WITHOUT ROWID;
+  root BLOB PRIMARY KEY, model TEXT, fingerprint BLOB, compute TEXT, layout BLOB, block INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS entries (
   key BLOB PRIMARY KEY, root BLOB NOT NULL, parent BLOB NOT NULL, start INTEGER NOT NULL, end INTEGER NOT NULL,
   row_start INTEGER NOT NULL, base BLOB, tokens BLOB NOT NULL, used REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS entries_parent ON entries (parent);
+CREATE INDEX IF NOT EXISTS entries_prefix ON entries (parent, tokens);
 CREATE TABLE IF NOT EXISTS records (
   key BLOB NOT NULL, kind TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (key, kind)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS answers (
@@ -52,25 +55,46 @@ class Index:
         if create:
             path.touch(mode=0o600, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
+            self._db.execute("PRAGMA page_size=8192")  # a block's 256 ids fit into a page, twice
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA checkpoint_fullfsync=ON")
-            self._db.executescript(_SCHEMA)
+            self._create()
         else:
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
 
+    def _create(self) -> None:
+        def version() -> int:
+            return self._db.execute("PRAGMA user_version").fetchone()[0]
+
+        if version() == VERSION:
+            return
+        with self.transaction():
+            if version() == VERSION:
+                return  # another process was first
+            if version() or self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise sqlite3.DatabaseError(f"the index has version {version()}, not {VERSION}")
+            for statement in filter(str.strip, _SCHEMA.split(";")):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version={VERSION}")
+
     def close(self) -> None:
         self._db.close()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long a call may wait for another process's or thread's transaction."""
+        self._db.execute(f"PRAGMA busy_timeout={int(seconds * 1000)}")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     # reading
 
@@ -80,21 +104,51 @@ class Index:
     )
 
     @staticmethod
-    def _entry(row: tuple) -> Entry:
-        return Entry(*row[:8], kinds=frozenset((row[8] or "").split(",")) - {""})
+    def _sound(row: tuple | None) -> list[Entry]:
+        """The row as an entry, if its fields agree with its key and with each other: a damaged row is as good as none."""
+        if row is None:
+            return []
+        entry = Entry(*row[:8], kinds=frozenset((row[8] or "").split(",")) - {""})
+        fields = (entry.key, entry.root, entry.parent, entry.tokens, entry.base or b"")
+        sound = (
+            all(isinstance(f, bytes) for f in fields)
+            and all(isinstance(n, int) for n in (entry.start, entry.row_start, entry.end))
+            and 0 <= entry.start <= entry.row_start <= entry.end
+            and len(entry.tokens) == 4 * (entry.end - entry.start) > 0
+            and (entry.base is None) == (entry.row_start == entry.start)
+            and digest(entry.root, entry.parent, entry.tokens) == entry.key
+        )
+        return [entry] if sound else []
 
     def entry(self, key: bytes) -> Entry | None:
-        row = self._db.execute(self._ENTRY + "e.key = ?", (key,)).fetchone()
-        return None if row is None else self._entry(row)
+        return next(iter(self._sound(self._db.execute(self._ENTRY + "e.key = ?", (key,)).fetchone())), None)
 
-    def children(self, parent: bytes) -> list[Entry]:
-        """Entries that hang on ``parent``, longest first."""
-        rows = self._db.execute(self._ENTRY + "e.parent = ? ORDER BY e.end DESC", (parent,))
-        return [self._entry(row) for row in rows]
+    def children(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        """Entries that hang on ``parent`` and are a prefix of ``tokens``, and those that share most with it; longest
+        first. How many others hang on ``parent`` costs next to nothing: tokens are sorted, and neighbours share most."""
+        out: list[Entry] = []
+        after = self._ENTRY + "e.parent = ? AND e.tokens > ? ORDER BY e.tokens LIMIT ?"
+        for row in self._db.execute(after, (parent, tokens, _NEIGHBOURS)):
+            out += self._sound(row)
+        before = self._ENTRY + "e.parent = ? AND e.tokens < ? ORDER BY e.tokens DESC LIMIT 1"
+        below, neighbours = tokens + b"\0", 0
+        while (row := self._db.execute(before, (parent, below)).fetchone()) is not None:
+            found = row[7] if isinstance(row[7], bytes) else b""
+            shared = common(found, tokens)
+            if not shared:
+                break
+            out += self._sound(row)
+            if 4 * shared == len(found):  # a prefix: the next one is shorter
+                below = tokens[: 4 * (shared - 1)] + b"\0"
+            elif neighbours < _NEIGHBOURS:
+                below, neighbours = found, neighbours + 1
+            else:  # of the others here, only prefixes are of use
+                below = tokens[: 4 * shared] + b"\0"
+        return sorted(out, key=lambda e: e.end, reverse=True)
 
-    def roots(self) -> list[tuple[bytes, str, bytes, str, bytes]]:
-        """(root, model, fingerprint, compute, layout) of every key space."""
-        return self._db.execute("SELECT root, model, fingerprint, compute, layout FROM roots").fetchall()
+    def roots(self) -> list[tuple[bytes, str, bytes, str, bytes, int]]:
+        """(root, model, fingerprint, compute, layout, block) of every key space."""
+        return self._db.execute("SELECT root, model, fingerprint, compute, layout, block FROM roots").fetchall()
 
     def answer(self, digest: bytes) -> tuple[bytes, int, int | None] | None:
         """(key of the leaf at its end, position of its first token, id of a last token that was not processed)."""
@@ -113,15 +167,19 @@ class Index:
 
     # writing
 
-    def add_root(self, root: bytes, model: str, fingerprint: bytes, compute: str, layout: bytes) -> None:
+    def add_root(self, root: bytes, model: str, fingerprint: bytes, compute: str, layout: bytes, block: int) -> None:
+        model = model.encode("utf-8", "replace").decode()  # a path may hold what UTF-8 cannot
         self._db.execute(
-            "INSERT OR IGNORE INTO roots VALUES (?, ?, ?, ?, ?)", (root, model, fingerprint, compute, layout)
+            "INSERT OR REPLACE INTO roots VALUES (?, ?, ?, ?, ?, ?)",
+            (root, model, fingerprint, compute, layout, block),
         )
 
     def add_entry(self, entry: Entry, sizes: dict[str, int], used: float | None = None) -> None:
         """Insert or complete an entry. A new rows or window record also brings its own row_start and base."""
         self._db.execute(
-            "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET"
+            " root = excluded.root, parent = excluded.parent, start = excluded.start, end = excluded.end,"
+            " tokens = excluded.tokens",
             (entry.key, entry.root, entry.parent, entry.start, entry.end, entry.row_start, entry.base, entry.tokens,
              time.time() if used is None else used),
         )  # fmt: skip
@@ -145,4 +203,5 @@ class Index:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         now = time.time()
-        self._db.executemany("UPDATE entries SET used = ? WHERE key = ?", [(now, key) for key in keys])
+        with self.transaction():
+            self._db.executemany("UPDATE entries SET used = ? WHERE key = ?", [(now, key) for key in keys])

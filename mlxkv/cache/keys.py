@@ -37,6 +37,14 @@ def unpack(data: bytes) -> list[int]:
     return np.frombuffer(data, dtype="<u4").tolist()
 
 
+def common(a: bytes, b: bytes) -> int:
+    """Length of the longest common prefix of two packed token lists, in tokens."""
+    n = min(len(a), len(b)) // 4
+    x, y = np.frombuffer(a, "<u4", n), np.frombuffer(b, "<u4", n)
+    different = np.flatnonzero(x != y)
+    return int(different[0]) if different.size else n
+
+
 def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
@@ -58,6 +66,18 @@ class Identity:
         return canonical(dict(self.compute)).decode()
 
 
+def root_key(fingerprint: bytes, compute: str, layout: bytes, block: int, salt: str) -> bytes:
+    return digest(
+        b"mlxkv",
+        str(SCHEMA).encode(),
+        fingerprint,
+        compute.encode(),
+        layout,
+        str(block).encode(),
+        salt.encode("utf-8", "surrogatepass"),  # JSON can carry halves of pairs
+    )
+
+
 @dataclass(frozen=True)
 class KeySpace:
     """All keys of one identity, block size and salt."""
@@ -67,16 +87,7 @@ class KeySpace:
 
     @classmethod
     def of(cls, identity: Identity, block: int, salt: str = "") -> KeySpace:
-        root = digest(
-            b"mlxkv",
-            str(SCHEMA).encode(),
-            identity.fingerprint,
-            identity.compute_json().encode(),
-            identity.layout,
-            str(block).encode(),
-            salt.encode(),
-        )
-        return cls(root, block)
+        return cls(root_key(identity.fingerprint, identity.compute_json(), identity.layout, block, salt), block)
 
     def key(self, parent: bytes, tokens: Sequence[int], media: Sequence[bytes] = ()) -> bytes:
         return self.key_packed(parent, pack(tokens), media)
@@ -87,4 +98,4 @@ class KeySpace:
 
 def answer_digest(root: bytes, prompt: Sequence[int], text: str) -> bytes:
     """Names an answer by the prompt ids it was given to and its text, for clients that send text back."""
-    return digest(b"answer", root, hashlib.sha256(pack(prompt)).digest(), text.encode())
+    return digest(b"answer", root, hashlib.sha256(pack(prompt)).digest(), text.encode("utf-8", "surrogatepass"))

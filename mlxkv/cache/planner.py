@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from .index import Entry, Index
-from .keys import KeySpace, pack
+from .keys import KeySpace, common, pack
 from .layout import Layout
 
 
@@ -58,7 +56,9 @@ class Planner:
             a = len(chain) * block
             key = self.space.key_packed(parent, span(a, a + block))
             entry = self.index.entry(key)
-            if entry is None or entry.tokens != span(a, a + block) or self._pieces(entry, bad) is None:
+            if entry is None or entry.tokens != span(a, a + block) or entry.start != a:
+                break
+            if self._pieces(entry, bad) is None:
                 break
             chain.append(entry)
             parent = key
@@ -70,11 +70,12 @@ class Planner:
             start = depth * block
             fits: list[Entry] = []  # complete leaves that are a prefix of the prompt, longest first
             partial: tuple[int, Entry] | None = None
-            for entry in self.index.children(chain[depth - 1].key if depth else self.space.root):
+            hangs_on = chain[depth - 1].key if depth else self.space.root
+            for entry in self.index.children(hangs_on, span(start, start + block)):
                 if entry.root != self.space.root or entry.start != start:
                     continue
                 end = min(entry.end, len(tokens))
-                shared = start + _common(entry.tokens, span(start, end))
+                shared = start + common(entry.tokens, span(start, end))
                 if shared < end:
                     diverges = max(diverges or 0, shared)
                 usable = min(shared, limit)
@@ -149,11 +150,3 @@ class Planner:
             parent=entry.key if full else entry.parent,
             base=None if full else next((e for e in leaves if e.end <= position), None),
         )
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """Length of the longest common prefix of two packed token lists, in tokens."""
-    n = min(len(a), len(b)) // 4
-    x, y = np.frombuffer(a, "<u4", n), np.frombuffer(b, "<u4", n)
-    different = np.flatnonzero(x != y)
-    return int(different[0]) if different.size else n

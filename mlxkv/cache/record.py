@@ -284,14 +284,16 @@ class Reader:
                 if not name.startswith("__pad")
             }
             end = max((t["data_offsets"][1] for t in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
-            raise RecordError(f"the header cannot be read: {e}") from e
-        if not meta.consistent():
-            raise RecordError("key, tokens and span do not fit each other")
-        if size < 8 + length + end:
-            raise ShortRecord(f"{size} bytes of {8 + length + end}")
-        if size > 8 + length + end:
-            raise LongRecord(f"{size} bytes, the header says {8 + length + end}")
+            if not meta.consistent():
+                raise RecordError("key, tokens and span do not fit each other")
+            if size < 8 + length + end:
+                raise ShortRecord(f"{size} bytes of {8 + length + end}")
+            if size > 8 + length + end:
+                raise LongRecord(f"{size} bytes, the header says {8 + length + end}")
+        except RecordError:
+            raise
+        except Exception as e:  # a file may hold anything: nesting, numbers and names without bound
+            raise RecordError(f"the header cannot be read: {e!r}") from e
         return cls(path, fd, meta, sums, 8 + length, tensors)
 
     def require(self, specs: Sequence[TensorSpec], rows: int) -> None:

@@ -65,6 +65,8 @@ class Recorder:
     _rows: list[_Rows] = field(default_factory=list)
     _provisional: list[Draft] = field(default_factory=list)
     _dead: bool = False
+    #: where the state was captured last
+    _kept: int = 0
 
     def __post_init__(self) -> None:
         self._parent = self.plan.parent or self.space.root
@@ -115,7 +117,7 @@ class Recorder:
         key = self.space.key(parent, self.tokens[start:position])
         rows_stored, state_stored = self.stored(key)
         state: HostArrays | None = None
-        if self.layout.needs_state and not state_stored:
+        if self.layout.needs_state and not state_stored and self._kept != position:
             lazy = {
                 tensor_name(spec, name): array
                 for member, spec in zip(self.state.members or (), self.layout.members, strict=True)
@@ -127,6 +129,7 @@ class Recorder:
             state = self._out(lazy)
             if state is None:
                 return
+            self._kept = position
         digest = None
         if answer is not None:
             first, text, last = answer

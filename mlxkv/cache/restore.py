@@ -35,12 +35,12 @@ class Restorer:
         arrays: dict[str, mx.array] = {}
         read = 0
         position = plan.position
+        if plan.state is not None:  # first: where it fails, an earlier state is next, and rows would be read again
+            read += self._state(plan.state, position, arrays)
         if plan.pieces:
             read += self._rows(plan, max([capacity, *(p.end for p in plan.pieces)]), arrays)
         if "window" in self.layout.kinds:
             read += self._windows(plan, arrays)
-        if plan.state is not None:
-            read += self._state(plan.state, position, arrays)
         mx.eval(list(arrays.values()))
         members = state.members or []
         for member, spec in zip(members, self.layout.members, strict=True):

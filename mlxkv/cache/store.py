@@ -12,14 +12,14 @@ from typing import Any
 
 from .folder import CacheFolder, FolderRefused, open_index
 from .index import Index
-from .keys import Identity, KeySpace, answer_digest, unpack
+from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
 from .layout import Layout
 from .lookup import Lookup
 from .planner import Plan, Planner
-from .record import RecordError
+from .record import MissingRecord
 from .recorder import Recorder
 from .restore import RestoreFailed, Restorer
-from .state import PositionError, SequenceState
+from .state import SequenceState
 from .writer import Writer
 
 log = logging.getLogger("mlxkv.cache")
@@ -27,6 +27,8 @@ log = logging.getLogger("mlxkv.cache")
 BLOCK = 256
 #: how long a look-up waits for records of a prefix that are being written this moment, seconds
 PENDING_WAIT = 2.0
+#: how long the engine waits to note a use while another process writes the index, seconds
+INDEX_WAIT = 0.5
 
 
 class PrefixStore:
@@ -54,6 +56,7 @@ class PrefixStore:
         try:
             self.folder.clear_leftovers()
             self.index = open_index(self.folder)
+            self.index.wait_at_most(INDEX_WAIT)
         except (OSError, sqlite3.Error) as e:
             raise FolderRefused(f"The index of {folder} cannot be opened: {e}.") from e
         self.faults: dict[str, int] = {}
@@ -83,11 +86,12 @@ class PrefixStore:
             if plan.position < limit and not self.writer.flush(0) and self.writer.flush(PENDING_WAIT):
                 plan = planner.plan(tokens, limit)
             if plan.reason == "empty" and plan.position == 0:
-                plan.reason = self._elsewhere(space, tokens) or "empty"
+                plan.reason = self._elsewhere(space, tokens, salt) or "empty"
             if plan.reason not in (None, "no_state") and not self.writer.flush(0):
                 plan.reason = "pending"
             return plan
-        except sqlite3.Error as e:
+        except Exception as e:  # whatever an index may hold: a miss, never the request's failure
+            self.folder.suspect(e)
             return Plan(parent=space.root, reason=self._fault("io_error", f"the index: {e}"))
 
     def restore(
@@ -105,7 +109,10 @@ class PrefixStore:
             try:
                 Restorer(self.folder, space, self.layout, tokens).run(plan, state, capacity)
             except RestoreFailed as e:
-                failure = failure or e.error.reason
+                # rows without their state: said as a look-up after a restart would say it
+                rows = self.folder.file(e.entry.key, "rows")
+                gone = e.kind == "state" and isinstance(e.error, MissingRecord) and rows.exists()
+                failure = failure or ("no_state" if gone else e.error.reason)
                 bad.add((e.entry.key, e.kind))
                 self._discard(e)
                 try:
@@ -113,15 +120,16 @@ class PrefixStore:
                 except sqlite3.Error:
                     plan = Plan(parent=space.root)
                 continue
-            except (PositionError, sqlite3.Error, OSError, RecordError, MemoryError) as e:
-                failure = self._fault("corrupt", str(e))
+            except Exception as e:
+                failure = self._fault("corrupt", repr(e))
                 plan = Plan(parent=space.root)
                 continue
             with contextlib.suppress(sqlite3.Error):
                 self.index.touch({p.entry.key for p in plan.pieces})
             reason = failure or plan.reason if plan.position < limit else None
             return state, Lookup(plan.position, "ssd", reason, None if reason is None else plan.position), plan
-        return new_state(), Lookup(0, "none", failure or plan.reason or "empty", 0), plan
+        reason = (failure or plan.reason or "empty") if limit > 0 else None
+        return new_state(), Lookup(0, "none", reason, None if reason is None else 0), plan
 
     def recorder(
         self, state: SequenceState, tokens: list[int], plan: Plan, barrier: Callable[[], None], salt: str = ""
@@ -164,12 +172,13 @@ class PrefixStore:
                 return None
             key, first, last = found
             ids: list[int] = [] if last is None else [last]
-            while (entry := self.index.entry(key)) is not None and entry.end > first:
+            at: int | None = None
+            while (entry := self.index.entry(key)) is not None and entry.end > first and at in (None, entry.end):
                 ids[:0] = unpack(entry.tokens)[max(0, first - entry.start) :]
                 if entry.start <= first:
-                    return ids
-                key = entry.parent
-        except sqlite3.Error as e:
+                    return ids if all(0 <= i < 1 << 32 for i in ids) else None
+                key, at = entry.parent, entry.start
+        except Exception as e:
             self._fault("io_error", f"the index: {e}")
         return None
 
@@ -178,22 +187,22 @@ class PrefixStore:
         self.writer.close()
         self.index.close()
 
-    def _elsewhere(self, space: KeySpace, tokens: list[int]) -> str | None:
+    def _elsewhere(self, space: KeySpace, tokens: list[int], salt: str) -> str | None:
         """Whether the same tokens are stored under another identity, and what differs."""
         mine = (self.identity.fingerprint, self.identity.compute_json(), self.identity.layout)
         found: set[str] = set()
-        for root, _, fingerprint, compute, layout in self.index.roots():
-            if root == space.root:
-                continue
-            children = self.index.children(root)
-            if not any(unpack(e.tokens) == tokens[: e.end] for e in children):
+        for root, _, fingerprint, compute, layout, block in self.index.roots():
+            if root == space.root or root_key(fingerprint, compute, layout, block, salt) != root:
+                continue  # what is stored under another salt is nobody's business
+            first = pack(tokens[:block])
+            if not any(first.startswith(e.tokens) for e in self.index.children(root, first)):
                 continue
             if fingerprint != mine[0]:
                 found.add("other_model")
             elif compute != mine[1]:
                 found.add("other_numerics")
-            elif layout != mine[2]:
-                found.add("other_layout")
+            else:
+                found.add("other_layout")  # or another block size
         # the nearest miss tells most: the same weights under other numerics, rather than some other model
         return next((r for r in ("other_numerics", "other_layout", "other_model") if r in found), None)
 
@@ -228,6 +237,8 @@ def stats(folder: Path) -> dict[str, Any]:
         except sqlite3.OperationalError:  # another process is just creating it
             time.sleep(0.05)
             continue
+        except sqlite3.DatabaseError:  # damaged: the next run builds it again
+            break
         finally:
             index.close()
         by_model = [{"model": m, "entries": e, "records": r, "bytes": b} for m, e, r, b in totals]

@@ -7,6 +7,7 @@ wrong drops the group: that costs a later miss, never a wrong hit.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sqlite3
@@ -24,6 +25,10 @@ from .planner import Planner
 from .record import Body, Meta, RecordError, write
 
 log = logging.getLogger("mlxkv.cache")
+
+#: after these the next group would fare no better; any other failure costs one group (too many open files, say)
+_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT}
+_LASTING_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY}
 
 
 @dataclass
@@ -131,11 +136,18 @@ class Writer:
             except OSError as e:
                 self.counters.dropped_groups += 1
                 self.counters.fault("write", str(e))
-                self._stop(f"writing to {self._folder.path} failed: {e.strerror or e}")
+                if e.errno in _LASTING:
+                    self._stop(f"writing to {self._folder.path} failed: {e.strerror or e}")
+                else:
+                    log.warning("a group of cache records was not stored: %s", e)
             except (sqlite3.Error, RecordError) as e:
+                self._folder.suspect(e)
                 self.counters.dropped_groups += 1
                 self.counters.fault("write", str(e))
-                log.warning("a group of cache records was not stored: %s", e)
+                if getattr(e, "sqlite_errorcode", 0) & 0xFF in _LASTING_SQLITE:
+                    self._stop(f"the index in {self._folder.path} takes nothing more: {e}")
+                else:
+                    log.warning("a group of cache records was not stored: %s", e)
             except Exception as e:  # the thread must live: a dead writer would hang flush() for ever
                 self.counters.dropped_groups += 1
                 self.counters.fault("write", repr(e))
@@ -163,6 +175,7 @@ class Writer:
         if stat.f_bavail * stat.f_frsize - sum(d.nbytes for d in group) < self._floor:
             raise OSError(28, f"less than {self._floor >> 20} MiB would be left on the disk")
         here: set[bytes] = set()
+        taken: set[tuple[bytes, str]] = set()
         todo: list[tuple[Draft, list[str]]] = []
         for draft in group:
             planner = self._planner(index, draft.meta.root)
@@ -174,6 +187,8 @@ class Writer:
             have = stored.kinds if stored is not None else frozenset()
             # rows of an incomplete entry are written again, with the base that this draft brings
             kinds = [k for k in draft.bodies if k not in have or (k in ("rows", "window") and not whole)]
+            kinds = [k for k in kinds if (draft.meta.key, k) not in taken]
+            taken.update((draft.meta.key, k) for k in kinds)
             here.add(draft.meta.key)
             if kinds or draft.answer is not None:
                 todo.append((draft, kinds))
@@ -186,7 +201,7 @@ class Writer:
                 sizes.append({})
                 for kind in kinds:
                     target = self._folder.file(draft.meta.key, kind)
-                    temporary = self._folder.tmp / f"{os.getpid()}-{threading.get_ident()}-{target.name}"
+                    temporary = self._folder.temporary(target.name)
                     temporary.unlink(missing_ok=True)
                     temporaries.append((temporary, target))
                     sizes[-1][kind] = write(temporary, replace(draft.meta, kind=kind), draft.bodies[kind])
@@ -206,7 +221,7 @@ class Writer:
         with index.transaction():
             for (draft, _), size in zip(todo, sizes, strict=True):
                 m = draft.meta
-                index.add_root(m.root, m.model, m.fingerprint, m.compute, m.layout)
+                index.add_root(m.root, m.model, m.fingerprint, m.compute, m.layout, m.block)
                 packed = Entry(
                     m.key, m.root, m.parent, m.start, m.end, m.row_start, m.base, pack(m.tokens), frozenset()
                 )

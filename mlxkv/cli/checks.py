@@ -243,6 +243,10 @@ def _model(settings: Settings) -> Iterator[Check]:
         yield Check("state", "warn", f"{architecture}: {error.message}", "It runs, but nothing will be remembered.")
         return
     yield Check("state", "ok", f"{architecture}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
+    width = (config.get("text_config") or config).get("linear_key_head_dim")
+    if isinstance(width, int) and width % 32:
+        slow = f"key heads are {width} wide, no multiple of 32: Metal's gated-delta kernel cannot be used"
+        yield Check("recurrent kernel", "warn", slow, "It runs with plain operations, slower.")
 
 
 def _selftest() -> Iterator[Check]:

@@ -117,8 +117,10 @@ def split_blocks(text: str) -> tuple[str, str]:
             fence = ""
         elif not fence and not line.strip():
             following = lines[i + 1]
-            # A list or an indented part may go on after the empty line; numbering would start again.
-            if following and not re.match(r"\s|[-*+] |\d", following):
+            # A list or an indented part may go on after the empty line; numbering would start again. One character
+            # of a line that is still coming does not tell.
+            told = len(following) > 1 or (following and i + 2 < len(lines))
+            if told and not re.match(r"\s|[-*+](\s|$)|\d", following):
                 cut = i + 1
     return "\n".join(lines[:cut]).strip("\n"), "\n".join(lines[cut:])
 
@@ -164,7 +166,7 @@ def answer(
 
 
 def stats_line(completion: Completion) -> str:
-    """Speed, token counts and what the cache did: ``16.2 tok/s · 34 prompt + 5 answer tokens · 30 cached (ssd; …) …``."""
+    """Speed, token counts and what the cache did: ``16 tok/s · 34 prompt + 5 answer tokens · 30 cached (ssd; …) …``."""
     usage, cache, timings = completion.usage, completion.cache, completion.timings
     why = [cache.source] if cache.source != "none" else []
     if cache.miss_reason:

@@ -15,7 +15,7 @@ from ..decode.request import SamplingParams
 from ..errors import DeviceError, ModelError
 from . import errors
 from .chat import complete
-from .guard import HostGuard
+from .guard import BodyLimit, HostGuard
 from .schema import ChatRequest
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def create_app(
     ``on_device_error`` is called when the device has failed for good; the process should then end.
     """
     server = Server(engine, model_name, defaults or SamplingParams(), use_cache, on_device_error)
-    app = FastAPI(title="mlxkv", max_body_size=max_body, docs_url=None, redoc_url=None)
+    app = FastAPI(title="mlxkv", docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, limit=max_body)
     app.add_middleware(HostGuard, host=host)
     errors.install(app, on_device_error)
 

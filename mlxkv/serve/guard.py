@@ -1,12 +1,16 @@
-"""Who may ask: a page of another site that had its name pointed at this machine (DNS rebinding) may not."""
+"""Who may ask, and how much at once.
+
+A page of another site that had its name pointed at this machine (DNS rebinding) may not ask, and a body has a limit.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 
+from fastapi import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import error_object
 
@@ -51,3 +55,32 @@ class HostGuard:
         except ValueError:
             return False
         return True
+
+
+class BodyLimit:
+    """Answers 413 to a body of more than ``limit`` bytes, announced or not, without keeping it."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self.limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        text = f"The body is larger than {self.limit:,} bytes."
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if not announced.isdigit() or int(announced) > self.limit:
+            await JSONResponse(error_object(text, "invalid_request_error"), 413)(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.limit:
+                raise HTTPException(413, text)
+            return message
+
+        await self.app(scope, counted, send)
