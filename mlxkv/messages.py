@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -31,8 +32,8 @@ _EMPTY_ALLOWED = {
 def normalise(messages: Any, *, token_ids: bool = False) -> list[dict[str, Any]]:
     """Checked copies: text parts joined, ``developer`` as ``system``, tool arguments as objects where they parse.
 
-    ``token_ids`` says whether an assistant message may carry the ids it was sampled as. Raises RequestError whose
-    ``param`` names the place, ``messages[2].content`` for instance.
+    What is normalised already passes unchanged. ``token_ids`` says whether an assistant message may carry the ids it
+    was sampled as. Raises RequestError whose ``param`` names the place, ``messages[2].content`` for instance.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages is not a list with at least one message.", param="messages")
@@ -119,12 +120,12 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             if key not in ("id", "type", "function", "index", "function.name", "function.arguments"):
                 raise RequestError(f"{place}.{_short(key, quoted=False)} is not supported.", param=place)
         name = check_text(function.get("name"), f"{place}.function.name")
-        arguments: Any = check_text(function.get("arguments"), f"{place}.function.arguments")
-        try:
-            parsed = json.loads(arguments)  # templates print an object; a string would be quoted twice
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        except (ValueError, RecursionError):
-            pass
+        arguments: Any = function.get("arguments")
+        if not isinstance(arguments, dict):  # templates print an object; a string would be quoted twice
+            check_text(arguments, f"{place}.function.arguments")
+            with contextlib.suppress(ValueError, RecursionError):
+                parsed = json.loads(arguments)
+                arguments = parsed if isinstance(parsed, dict) else arguments
         identity = {"id": check_text(call["id"], f"{place}.id")} if call.get("id") is not None else {}
         made.append({**identity, "type": "function", "function": {"name": name, "arguments": arguments}})
     return made

@@ -49,8 +49,8 @@ def run(rt: Runtime, tokens: list[int], *, use_cache=True, keep=True, max_tokens
 def kept_in_memory(rt: Runtime, stored: list[int], tokens: list[int], edges: list[int], position: int) -> np.ndarray:
     """Logits of the last of ``tokens`` from a state that never left memory.
 
-    Like the run that stored ``stored``, it is cut at ``edges`` and before the last token of ``stored``; it is left (and,
-    where rows alone make up the state, rewound) at ``position``, and goes on with ``tokens``.
+    Like the run that stored ``stored``, it is cut at ``edges`` and before the last token of ``stored``; it is left
+    (and, where rows alone make up the state, rewound) at ``position``, and goes on with ``tokens``.
     """
     state = SequenceState.new(rt.make_cache())
     state.reserve(256)

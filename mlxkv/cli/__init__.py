@@ -7,10 +7,6 @@ codes: 0 done, 1 unexpected (or a failed check of ``doctor``), 2 usage or config
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-
 import typer
 
 from . import cache, chat, doctor, run, serve
@@ -48,23 +44,4 @@ def _options(
 
 def main() -> None:
     """The entry point of the ``mlxkv`` command."""
-    try:
-        app()
-    except SystemExit as end:
-        _leave(end.code if isinstance(end.code, int) else 1 if end.code else 0)
-        raise
-
-
-def _leave(code: int) -> None:
-    """End at once if MLX was used; the engine is closed and everything is written by now.
-
-    MLX keeps Python objects in thread-local storage. Python before 3.13 cannot wait until a thread is really gone, and
-    one that frees them while the interpreter shuts down aborts the process ("terminate called without ...").
-    """
-    if "mlx.core" not in sys.modules:
-        return
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.flush()
-    os._exit(code)
+    app()

@@ -250,7 +250,7 @@ def _model(settings: Settings) -> Iterator[Check]:
 
 
 def _selftest() -> Iterator[Check]:
-    from ..cache import selftest
+    from .. import selftest
 
     for found in selftest.run():
         yield Check(

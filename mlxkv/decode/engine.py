@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
@@ -16,6 +15,7 @@ from .. import numerics
 from ..errors import DeviceError, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
 from .options import EngineInfo, Options
 from .request import Request
+from .threads import join_fully, leave_device
 from .ticket import Ticket
 
 log = logging.getLogger("mlxkv.engine")
@@ -88,7 +88,7 @@ class Engine:
         self._thread.start()
         self._ready.wait()
         if self._load_error is not None:
-            self._thread.join()
+            join_fully(self._thread)
             raise self._load_error
         atexit.register(self.close)
 
@@ -125,7 +125,7 @@ class Engine:
                 self._active.cancel()
             self._wake.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            join_fully(self._thread)
         atexit.unregister(self.close)
 
     def __enter__(self) -> Engine:
@@ -149,7 +149,7 @@ class Engine:
                 model = self._options.model
                 self._load_error = ModelError(f"{model} cannot be loaded: {type(e).__name__}: {e}", "Run mlxkv doctor.")
                 self._load_error.__cause__ = e
-            _leave_device()
+            leave_device()
             self._ready.set()
             return
         self._ready.set()
@@ -164,7 +164,7 @@ class Engine:
             if runtime.store is not None:
                 runtime.store.close()
             del runtime
-            _leave_device()
+            leave_device()
 
     def _loop(self, runtime: Any) -> None:
         from .generation import Generation
@@ -221,12 +221,3 @@ class Engine:
             )
             error.__cause__ = cause
             each.fail(error)
-
-
-def _leave_device() -> None:
-    """MLX ends a process whose streams outlive their thread ("terminate called without an active exception")."""
-    with contextlib.suppress(Exception):
-        import mlx.core as mx
-
-        mx.synchronize()
-        mx.clear_streams()

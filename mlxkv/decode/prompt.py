@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
+from ..messages import normalise
 from .request import Request
 from .text import decode, plain
 
@@ -61,7 +62,8 @@ class _Answer:
 
 
 def _from_messages(request: Request, tokenizer: Any, eos: set[int], find_answer: FindAnswer) -> Prompt:
-    messages = [_plain(m, i) for i, m in enumerate(request.messages or [])]
+    messages = normalise(request.messages, token_ids=True)
+    known = [m.pop("token_ids", None) for m in messages]
     if getattr(tokenizer, "chat_template", None) is None and not getattr(tokenizer, "has_chat_template", False):
         raise RequestError(
             "This model has no chat template, so messages cannot be rendered.",
@@ -97,29 +99,13 @@ def _from_messages(request: Request, tokenizer: Any, eos: set[int], find_answer:
             continue
         start = common(messages[:i], True)
         if start and whole.startswith(text, start):
-            ids = (request.messages or [])[i].get("token_ids")
-            answers.append(_Answer(start, start + len(text), text, list(ids) if ids else None))
+            answers.append(_Answer(start, start + len(text), text, known[i]))
     tokens, cut_tokens = _tokenise(whole, cuts, answers, tokenizer, eos, find_answer)
     return Prompt(tokens, sorted(b for b in cut_tokens if 0 < b < len(tokens)))
 
 
 def _worth(distance: int) -> bool:
     return distance <= RECENT or distance & (distance - 1) == 0
-
-
-def _plain(message: dict[str, Any], i: int) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(
-            f"messages[{i}] has no role.", "Each message is an object with role and content.", "messages"
-        )
-    content = message.get("content")
-    if isinstance(content, list):  # OpenAI content parts
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            raise RequestError(f"messages[{i}] has parts that are not text.", "This model reads text only.", "messages")
-        content = "".join(p["text"] for p in content)
-    if content is not None and not isinstance(content, str):
-        raise RequestError(f"messages[{i}].content is {type(content).__name__}.", "It must be text.", param="messages")
-    return {k: v for k, v in message.items() if k != "token_ids"} | {"content": content or ""}
 
 
 def _head(messages: list[dict[str, Any]], common: Callable[[list[dict[str, Any]]], int]) -> int:

@@ -1,8 +1,8 @@
 """Linear layers whose single-row product is handed to the BLAS the other way round.
 
 MLX computes ``x Wᵀ`` with one row as a GEMM of M = 1, for which OpenBLAS packs all of W; as ``W x`` (N = 1) it is 1.0
-to 3.3 times as fast up to about 4096 x 4096 (2 cores, OpenBLAS 0.3.21, weights in cache), and slower for output heads far
-wider than that. The reference BLAS is 4 times slower this way.
+to 3.3 times as fast up to about 4096 x 4096 (2 cores, OpenBLAS 0.3.21, weights in cache), and slower for output heads
+far wider than that. The reference BLAS is 4 times slower this way.
 """
 
 from __future__ import annotations

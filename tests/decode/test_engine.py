@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import threading
 import time
 
@@ -101,7 +103,7 @@ def test_bad_requests_are_named_and_the_engine_lives(engine):
         mlxkv.generate(engine, [5, 6], logit_bias={99999: 1.0})
     with pytest.raises(RequestError, match="max_tokens is 0"):
         mlxkv.generate(engine, [5, 6], max_tokens=0)
-    with pytest.raises(RequestError, match="no role"):
+    with pytest.raises(RequestError, match="role is None"):
         mlxkv.generate(engine, [{"content": "hi"}])
     with pytest.raises(RequestError, match="empty"):
         mlxkv.generate(engine, [])
@@ -193,3 +195,16 @@ def test_many_engines_one_after_another(tiny_model, tmp_path):
     for _ in range(3):
         with mlxkv.load(tiny_model("llama"), cache_dir=tmp_path) as engine:
             engine.submit(request()).result()
+
+
+@pytest.mark.parametrize("ending", ["engine.close()", "pass", "raise SystemExit(0)"])
+def test_a_script_that_used_an_engine_ends_cleanly(ending, tiny_model, tmp_path):
+    script = (
+        "import mlxkv, sys\n"
+        "engine = mlxkv.load(sys.argv[1], cache_dir=sys.argv[2])\n"
+        "print(len(mlxkv.generate(engine, [5, 6, 7], max_tokens=3).token_ids))\n" + ending
+    )
+    command = [sys.executable, "-c", script, str(tiny_model("qwen3_5")), str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr

@@ -1,0 +1,37 @@
+"""Ending a thread that used MLX, all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def leave_device() -> None:
+    """Called last on such a thread: streams must not outlive it."""
+    with contextlib.suppress(Exception):
+        import mlx.core as mx
+
+        mx.synchronize()
+        mx.clear_streams()
+
+
+def join_fully(thread: threading.Thread, patience: float = 10.0) -> None:
+    """Join ``thread`` and wait (``patience`` seconds at most) until its system thread has ended too.
+
+    MLX keeps Python objects in thread-local storage and frees them while the system thread ends, for which it needs the
+    interpreter: one that is shutting down then ends the process ("terminate called without an active exception").
+    From Python 3.13 on ``join`` itself waits for the system thread.
+    """
+    thread.join()
+    if sys.version_info >= (3, 13):
+        return
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    if not task.parent.is_dir():
+        time.sleep(0.2)  # no way to ask here; freeing takes some milliseconds
+        return
+    until = time.monotonic() + patience
+    while task.exists() and time.monotonic() < until:
+        time.sleep(0.001)

@@ -1,0 +1,149 @@
+"""``mlxkv chat`` on a pipe: turns, commands, sessions that are kept and go on."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+
+from mlxkv.cli import session as sessions
+
+
+@pytest.fixture
+def chat(cli, model):
+    def call(stdin, *more):
+        return cli("chat", "--model", model, "--max-tokens", 6, *more, stdin=stdin)
+
+    return call
+
+
+def test_a_turn_a_line(chat):
+    found = chat("hello\nand again\n")
+    assert found.code == 0
+    assert found.err.count("tok/s") == 2
+    assert len(found.out.splitlines()) >= 2
+
+
+def test_json_prints_one_object_a_turn(chat):
+    one, two = chat("hello\n\nand again\n", "--json").lines
+    assert (one["turn"], two["turn"]) == (1, 2) and one["session"] == two["session"]
+    assert two["usage"]["prompt_tokens"] > one["usage"]["prompt_tokens"]
+    # the second turn goes on from the state of the first answer's end
+    assert two["usage"]["cached_tokens"] >= one["usage"]["prompt_tokens"] + one["usage"]["completion_tokens"] - 1
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5"])
+def test_resume_goes_on_from_the_ssd(cli, tiny_model, arch):
+    args = ("chat", "--model", tiny_model(arch), "--max-tokens", 6, "--json")
+    last = cli(*args, stdin="hello\nand again\n").lines[-1]
+    first = cli(*args, "--resume", stdin="go on\n").lines[0]
+    assert first["session"] == last["session"] and first["turn"] == 3
+    assert first["cache"]["source"] == "ssd"
+    assert first["usage"]["cached_tokens"] >= last["usage"]["prompt_tokens"] + last["usage"]["completion_tokens"] - 1
+
+
+def test_resume_by_id_or_its_beginning(chat, cli):
+    one = chat("first\n", "--json").lines[0]["session"]
+    two = chat("second\n", "--json").lines[0]["session"]
+    assert one != two
+    assert chat("more\n", "--json", "--resume").lines[0]["session"] == two
+    assert chat("more\n", "--json", "--resume", one).lines[0]["turn"] == 2
+    assert chat("more\n", "--json", "--resume", one[:-1]).lines[0]["turn"] == 3
+    lost = chat("", "--resume", "zzz")
+    assert lost.code == 2 and "zzz" in lost.err and "--list" in lost.err
+    assert chat("", one).code == 2
+    listed = cli("chat", "--list", "--json").json
+    assert [(s["id"], s["turns"], s["title"]) for s in listed] == [(one, 3, "first"), (two, 2, "second")]
+    assert one in cli("chat", "--list").out
+
+
+def test_sessions_are_private_whole_and_not_cache(chat, home):
+    turn = chat("hello\n", "--json").lines[0]
+    (file,) = (home / "data" / "mlxkv" / "sessions").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    saved = json.loads(file.read_text())
+    assert saved["messages"][-1] == {"role": "assistant", "content": turn["text"], "token_ids": turn["token_ids"]}
+
+
+def test_commands(chat, home):
+    out = home / "out" / "said.json"
+    found = chat(
+        f"hello\n/help\n/system Be kind.\n/system\n/save\n/save {out}\n/nope\n/reset\n/save\n/exit\nnever\n", "--json"
+    )
+    assert found.code == 4  # /nope
+    assert len(found.lines) == 1
+    for part in (
+        "/resume" not in found.err,
+        "Be kind." in found.err,
+        "/nope" in found.err,
+        "nothing to keep" in found.err,
+    ):
+        assert part
+    said = json.loads(out.read_text())
+    assert [m["role"] for m in said] == ["system", "user", "assistant"]
+    assert "token_ids" not in said[2] and stat.S_IMODE(out.stat().st_mode) == 0o600
+
+
+def test_several_lines_and_a_slash_inside(chat):
+    chat('"""\n/exit is\nhere\n"""\nbye\n')
+    (path,) = sessions.paths()
+    users = [m["content"] for m in sessions.load(path).messages if m["role"] == "user"]
+    assert users == ["/exit is\nhere", "bye"]
+
+
+def test_a_text_that_never_ends_is_still_sent(chat):
+    assert chat('"""one\ntwo', "--json").lines[0]["turn"] == 1
+
+
+def test_a_question_that_is_refused_does_not_stay(chat):
+    found = chat(f"{'word ' * 5000}\nhello\n", "--json")
+    assert found.code == 4 and "/reset" in found.err
+    assert [turn["turn"] for turn in found.lines] == [1]
+    (path,) = sessions.paths()
+    assert [m["role"] for m in sessions.load(path).messages] == ["user", "assistant"]
+
+
+def test_a_damaged_session_is_named_and_kept(chat, home):
+    whole = chat("hello\n", "--json").lines[0]["session"]
+    bad = sessions.folder() / "99999999-000000-ffff.json"
+    bad.write_text('{"version": 1, "id": ')
+    found = chat("more\n", "--json", "--resume")
+    assert found.lines[0]["session"] == whole
+    assert str(bad) in found.err and "damaged" in found.err
+    (kept,) = (sessions.folder() / "damaged").iterdir()
+    assert kept.read_text() == '{"version": 1, "id": '
+
+
+def test_a_session_of_a_newer_version_stays(chat):
+    path = sessions.folder() / "20990101-000000-ffff.json"
+    sessions.write_private(path, json.dumps({"version": 99}).encode())
+    found = chat("", "--resume", path.stem)
+    assert found.code == 2 and "99" in found.err and path.exists()
+
+
+def test_another_model_warns(chat, cli, tiny_model):
+    chat("hello\n")
+    found = cli("chat", "--resume", "--model", tiny_model("qwen3_5"), "--max-tokens", 4, "--json", stdin="more\n")
+    assert found.code == 0 and "it goes on with" in found.err
+    assert found.lines[0]["turn"] == 2
+
+
+def test_another_system_prompt_warns(chat):
+    chat("hello\n", "--system", "Be kind.")
+    assert "system prompt changed" not in chat("more\n", "--resume", "--system", "Be kind.").err
+    assert "system prompt changed" in chat("more\n", "--resume", "--system", "Be brief.").err
+    (path,) = sessions.paths()
+    assert sessions.load(path).messages[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_two_chats_on_one_session_do_not_overwrite_each_other(home):
+    first = sessions.Session("m")
+    assert first.save()
+    other = sessions.load(first.path)
+    other.messages.append({"role": "user", "content": "other"})
+    assert other.save()
+    first.messages.append({"role": "user", "content": "first"})
+    assert not first.save()
+    assert first.id != other.id and len(sessions.paths()) == 2

@@ -1,0 +1,136 @@
+"""Settings: precedence, sources, sizes, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mlxkv.config import Settings, data_dir, default_cache_dir, parse_size
+from mlxkv.errors import ConfigError
+
+
+def write(home: Path, text: str) -> Path:
+    file = home / "config" / "mlxkv" / "config.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def test_flag_beats_environment_beats_file_beats_default(home, monkeypatch):
+    file = write(home, "temperature = 0.1\ntop_p = 0.2\ntop-k = 3\n")
+    monkeypatch.setenv("MLXKV_TEMP", "0.4")
+    monkeypatch.setenv("MLXKV_TOP_P", "0.5")
+    found = Settings.load({"temperature": 0.7, "top_p": None})
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.7, 0.5, 3, 0.0)
+    assert str(found.source("temperature")) == "flag --temperature"
+    assert str(found.source("top_p")) == "env MLXKV_TOP_P"
+    assert str(found.source("top_k")) == f"file {file}"
+    assert str(found.source("min_p")) == "default"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "expected"),
+    [
+        ({}, {}, True),
+        ({"no_cache": True}, {}, False),
+        ({}, {"MLXKV_NO_CACHE": "1"}, False),
+        ({}, {"MLXKV_NO_CACHE": "0"}, True),
+        ({}, {"MLXKV_CACHE": "off"}, False),
+        ({"no_cache": False}, {"MLXKV_CACHE": "off"}, True),
+        ({}, {"MLXKV_CACHE": ""}, True),
+    ],
+)
+def test_cache_switch(flags, environ, expected):
+    assert Settings.load(flags, environ).cache is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("512MB", 512 * 10**6), ("2GiB", 2 << 30), ("2G", 2 * 10**9), ("1.5 kib", 1536), ("0", 0), (7, 7), ("12b", 12)],
+)
+def test_sizes(text, expected):
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "2GiBs", "1e9", -1, 1.5, True, float("inf")])
+def test_bad_sizes(text):
+    with pytest.raises(ValueError):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts"),
+    [
+        ({"MLXKV_TEMPRATURE": "1"}, ["MLXKV_TEMPRATURE", "MLXKV_TEMPERATURE"]),
+        ({"MLXKV_TOP_P": "3"}, ["MLXKV_TOP_P", "'3'", "from 0 to 1"]),
+        ({"MLXKV_MAX_TOKENS": "0"}, ["MLXKV_MAX_TOKENS", "'0'", "at least 1"]),
+        ({"MLXKV_PORT": "70000"}, ["MLXKV_PORT", "70000", "65535"]),
+        ({"MLXKV_WIRED": "much"}, ["MLXKV_WIRED", "2GiB"]),
+        ({"MLXKV_DTYPE": "int8"}, ["MLXKV_DTYPE", "bf16"]),
+        ({"MLXKV_NUMERICS": "slow"}, ["MLXKV_NUMERICS", "fast or exact"]),
+        ({"MLXKV_SEED": "1.5"}, ["MLXKV_SEED"]),
+        ({"MLXKV_TEMPERATURE": "nan"}, ["MLXKV_TEMPERATURE", "nan"]),
+        ({"MLXKV_TEMP": "1", "MLXKV_TEMPERATURE": "1"}, ["MLXKV_TEMP ", "MLXKV_TEMPERATURE"]),
+        ({"MLXKV_CONFIG": "/nonexistent/c.toml"}, ["MLXKV_CONFIG", "/nonexistent/c.toml"]),
+    ],
+)
+def test_environment_errors_name_the_variable(environ, parts):
+    with pytest.raises(ConfigError) as caught:
+        Settings.load({}, environ)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("temprature = 1", ["temprature", "temperature"]),
+        ("[sampling]\ntop_p = 1", ["sampling"]),
+        ("top_p = '0.5x'", ["top_p", "0.5x"]),
+        ("cache = 3", ["cache", "3", "true or false"]),
+        ("max_tokens = 2.5", ["max_tokens", "2.5"]),
+        ("model = 5", ["model", "5"]),
+        ("seed = true", ["seed", "True"]),
+        ('temp = "a\ntop_p = 1', ["TOML", "line 1"]),
+    ],
+)
+def test_file_errors_name_file_and_key(home, text, parts):
+    file = write(home, text)
+    with pytest.raises(ConfigError) as caught:
+        Settings.load()
+    for part in [str(file), *parts]:
+        assert part in str(caught.value)
+
+
+def test_a_bad_value_is_told_even_where_a_flag_hides_it(home):
+    write(home, "top_p = 9")
+    with pytest.raises(ConfigError):
+        Settings.load({"top_p": 0.5})
+
+
+def test_tools_have_variables_that_are_no_settings():
+    Settings.load({}, {"MLXKV_VENV": "/x", "MLXKV_PYTHON": "p", "MLXKV_TEST_SLOW": "1", "OTHER": "1"})
+
+
+def test_folders_follow_xdg(home):
+    assert default_cache_dir() == home / "cache" / "mlxkv"
+    assert data_dir() == home / "data" / "mlxkv"
+    assert default_cache_dir({"HOME": "/h", "XDG_CACHE_HOME": "relative"}).is_relative_to("/h")
+
+
+def test_numerics_and_blas_reach_the_environment(home, monkeypatch):
+    write(home, "numerics = 'exact'\nblas = 'none'")
+    monkeypatch.setenv("MLXKV_NUMERICS", "fast")
+    monkeypatch.setenv("MLXKV_BLAS", "")
+    Settings.load().apply_environment()
+    assert (os.environ["MLXKV_NUMERICS"], os.environ["MLXKV_BLAS"]) == ("fast", "none")
+
+
+def test_every_engine_option_exists():
+    import inspect
+
+    from mlxkv.decode.engine import Engine
+
+    assert Settings().engine_options().keys() <= inspect.signature(Engine).parameters.keys()

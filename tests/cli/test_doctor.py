@@ -1,0 +1,79 @@
+"""``mlxkv doctor``: each line has a verdict, what fails has a cure, and the exit code says whether something fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import tiny
+
+
+def checks(found):
+    return {check["name"]: check for check in found.json["checks"]}
+
+
+def test_a_healthy_set_up(cli, tiny_model, home):
+    found = cli("doctor", "--model", tiny_model("qwen3_5"), "--json")
+    assert found.code == 0 and found.json["ok"]
+    seen = checks(found)
+    assert {
+        "config",
+        "python",
+        "mlx",
+        "mlx-lm",
+        "device",
+        "blas",
+        "memory",
+        "open files",
+        "cache",
+        "disk",
+    } <= seen.keys()
+    assert "2 recurrent, 2 growing" in seen["state"]["detail"]
+    assert "flag --model" in seen["config"]["detail"]
+    assert not (home / "cache").exists()  # looking changes nothing
+
+
+def test_for_people(cli, model):
+    found = cli("doctor", "--model", model)
+    assert found.code == 0
+    assert all(line[:4].strip() in ("ok", "warn", "") for line in found.out.splitlines())
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "no config"])
+def test_a_model_that_cannot_work_fails(cli, home, damage):
+    folder = home / "model"
+    if damage != "missing":
+        tiny.make("llama", folder)
+    if damage == "cut":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-7])
+    if damage == "no config":
+        (folder / "config.json").unlink()
+    found = cli("doctor", "--model", folder, "--json")
+    assert found.code == 1
+    failed = [c for c in found.json["checks"] if c["status"] == "fail"]
+    assert [c["name"] for c in failed] == ["model"]
+    assert str(folder) in failed[0]["detail"]
+
+
+def test_a_bad_configuration_does_not_hide_the_rest(cli, monkeypatch):
+    monkeypatch.setenv("MLXKV_TOP_P", "7")
+    found = cli("doctor", "--json")
+    assert found.code == 1
+    seen = checks(found)
+    assert seen["config"]["status"] == "fail" and "MLXKV_TOP_P" in seen["config"]["detail"]
+    assert seen["python"]["status"] == "ok"
+
+
+def test_a_cache_folder_that_cannot_be(cli, home, model):
+    (home / "file").write_text("")
+    found = cli("doctor", "--model", model, "--cache-dir", home / "file", "--json")
+    assert found.code == 1 and checks(found)["cache"]["status"] == "fail"
+    (home / "open").mkdir(mode=0o755)
+    found = cli("doctor", "--model", model, "--cache-dir", home / "open", "--json")
+    assert found.code == 0 and "chmod 700" in checks(found)["cache"]["cure"]
+
+
+def test_selftest(cli, model):
+    found = cli("doctor", "--model", model, "--selftest", "--json")
+    assert found.code == 0, found.out
+    assert any(name.startswith("selftest ") for name in checks(found))

@@ -1,0 +1,172 @@
+"""What only a process of its own shows: how fast help comes, Ctrl-C, a closed pipe, a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+MLXKV = [sys.executable, "-m", "mlxkv.cli"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory) -> Path:
+    """Wide enough that a prompt of thousands of tokens takes seconds, and a step milliseconds."""
+    return tiny.make(
+        "llama",
+        tmp_path_factory.mktemp("slow") / "m",
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+    )
+
+
+def start(*args, **more):
+    command = [*MLXKV, *map(str, args)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys, mlxkv.cli; print([m for m in sys.argv[1:] if m in sys.modules])"
+    heavy = ["mlx.core", "mlx_lm", "numpy", "fastapi", "pydantic", "uvicorn", "rich", "prompt_toolkit", "transformers"]
+    found = subprocess.run([sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_help_takes_at_most_twice_what_typer_takes(tmp_path):
+    bare = tmp_path / "bare.py"
+    bare.write_text("import typer\ndef main(name: str) -> None:\n    '''Say hello.'''\ntyper.run(main)\n")
+
+    def seconds(*command):
+        began = time.perf_counter()
+        subprocess.run([*command, "--help"], cwd=ROOT, check=True, capture_output=True)
+        return time.perf_counter() - began
+
+    pairs = [(seconds(*MLXKV), seconds(sys.executable, bare)) for _ in range(5)]
+    assert min(a for a, _ in pairs) <= 2 * min(b for _, b in pairs)
+
+
+def test_ctrl_c_in_decoding_keeps_what_came(slow_model):
+    with start("run", "hi", "--model", slow_model, "-n", 4000, "--no-cache") as process:
+        assert process.stdout is not None
+        came = process.stdout.read(3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert came + out and "Stopping" in err and "cancelled" in err and "Traceback" not in err
+
+
+def test_ctrl_c_in_prefill_ends_soon_and_prints_the_object(slow_model, tmp_path):
+    (tmp_path / "ids.json").write_text(json.dumps(tiny.ids(4000)))
+    args = ("--prompt-tokens", tmp_path / "ids.json", "--model", slow_model, "--json", "--cache-dir", tmp_path / "c")
+    with start("run", *args, env=os.environ | {"MLXKV_PREFILL_CHUNK": "32"}) as process:
+        began = time.monotonic()
+        while not (tmp_path / "c").exists() and time.monotonic() - began < 30:
+            time.sleep(0.02)  # the store opens when the model is loaded
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    found = json.loads(out)
+    assert (found["finish_reason"], found["token_ids"]) == ("cancelled", [])
+
+
+def test_a_second_ctrl_c_ends_at_once(slow_model):
+    with start("run", "hi", "--model", slow_model, "-n", 4000, "--no-cache") as process:
+        assert process.stdout is not None
+        process.stdout.read(3)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+    assert process.returncode == 130
+
+
+def test_ctrl_c_while_a_chat_waits(tiny_model):
+    with start("chat", "--model", tiny_model("llama"), "-n", 4, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_a_closed_pipe_is_quiet(tiny_model):
+    with start("run", "hi", "--model", tiny_model("llama"), "-n", 2000, "--no-cache") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=30)
+    assert process.returncode == 141 and err == ""
+
+
+def test_two_processes_one_answer(tiny_model, tmp_path):
+    """The first process writes, the second one restores, and exits are clean."""
+    args = [*MLXKV, "run", "hello", "--model", str(tiny_model("qwen3_5")), "-n", "5", "--json"]
+    args += ["--cache-dir", str(tmp_path / "c")]
+    one, two = (subprocess.run(args, cwd=ROOT, capture_output=True, text=True) for _ in range(2))
+    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
+    first, second = json.loads(one.stdout), json.loads(two.stdout)
+    assert second["usage"]["cached_tokens"] == second["usage"]["prompt_tokens"] - 1
+    assert second["cache"]["source"] == "ssd" and second["token_ids"] == first["token_ids"]
+
+
+def test_chat_on_a_terminal(tiny_model):
+    pid, terminal = pty.fork()
+    if pid == 0:  # the child's terminal is the pty
+        os.chdir(ROOT)
+        os.environ.update(TERM="xterm-256color", COLUMNS="80", LINES="24")
+        os.execv(sys.executable, [*MLXKV, "chat", "--model", str(tiny_model("llama")), "-n", "5"])
+    said = b""
+
+    def until(what):
+        """Read on until ``what`` was said."""
+        nonlocal said
+        end = time.monotonic() + 60
+        while not re.search(what, said, re.DOTALL):
+            assert time.monotonic() < end, said
+            if select.select([terminal], [], [], 0.1)[0]:
+                new = os.read(terminal, 65536)
+                said += new
+                if b"\x1b[6n" in new:  # prompt_toolkit asks where the cursor is
+                    os.write(terminal, b"\x1b[1;1R")
+
+    try:
+        # Bracketed paste is switched on where a prompt begins; only then keys are read one by one.
+        until(rb"2004h.*>.*\x1b\[\?25h")
+        os.write(terminal, b"hello\r")
+        until(rb"tok/s.*2004h.*>.*\x1b\[\?25h")
+        os.write(terminal, b"\x04")
+        end = time.monotonic() + 30
+        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            assert time.monotonic() < end, said
+            if select.select([terminal], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):  # the other end has closed
+                    said += os.read(terminal, 65536)
+        pid = 0
+    finally:
+        os.close(terminal)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
