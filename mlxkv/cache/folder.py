@@ -109,7 +109,7 @@ class CacheFolder:
             total -= size
 
     def suspect(self, error: Exception) -> None:
-        """If an error says that the index is damaged, and not only busy or out of space, have it built again next time."""
+        """If an error says that the index is damaged, not only busy or out of space, have it built again next time."""
         damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
         if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in damaged:
             with contextlib.suppress(OSError):

@@ -105,7 +105,7 @@ class Index:
 
     @staticmethod
     def _sound(row: tuple | None) -> list[Entry]:
-        """The row as an entry, if its fields agree with its key and with each other: a damaged row is as good as none."""
+        """The row as an entry, if its fields agree with its key and each other: a damaged row is as good as none."""
         if row is None:
             return []
         entry = Entry(*row[:8], kinds=frozenset((row[8] or "").split(",")) - {""})
@@ -125,7 +125,7 @@ class Index:
 
     def children(self, parent: bytes, tokens: bytes) -> list[Entry]:
         """Entries that hang on ``parent`` and are a prefix of ``tokens``, and those that share most with it; longest
-        first. How many others hang on ``parent`` costs next to nothing: tokens are sorted, and neighbours share most."""
+        first. How many others hang on ``parent`` costs next to nothing: they are sorted, and neighbours share most."""
         out: list[Entry] = []
         after = self._ENTRY + "e.parent = ? AND e.tokens > ? ORDER BY e.tokens LIMIT ?"
         for row in self._db.execute(after, (parent, tokens, _NEIGHBOURS)):

@@ -2,7 +2,8 @@
 
 ``root = SHA-256(schema, fingerprint, compute identity, layout digest, block size, salt)`` and
 ``key = SHA-256(root, parent key, token ids as little-endian u32, media digests)``, every field with its length in
-front. A full block's parent is the full block before it (the root for the first); a leaf inside block i hangs on block i−1.
+front. A full block's parent is the full block before it (the root for the first); a leaf inside block i hangs on
+block i−1.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ hands the finished entries to the writer; ``drop`` forgets what no barrier has c
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +30,23 @@ log = logging.getLogger("mlxkv.cache")
 HostArrays = dict[str, tuple[str, np.ndarray]]
 #: a group is handed over once this many bytes are confirmed
 GROUP_BYTES = 64 << 20
+
+
+def _fault_is_a_miss(method: Callable[..., None]) -> Callable[..., None]:
+    """What goes wrong in recording costs a later miss, not the request. Errors of the device (RuntimeError) are raised:
+    what it computed cannot be trusted."""
+
+    @functools.wraps(method)
+    def guarded(self: Recorder, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except RuntimeError:
+            raise
+        except Exception as e:
+            log.warning("nothing more of this request is stored: %s: %s", type(e).__name__, e)
+            self.drop()
+
+    return guarded
 
 
 @dataclass
@@ -82,6 +101,7 @@ class Recorder:
         """How many decoded tokens may pass before ``flush`` must be called: windows forget older rows."""
         return min((*self.layout.windows, self.space.block))
 
+    @_fault_is_a_miss
     def flush(self) -> None:
         """Copy rows [flushed, position) out. Call while the state is evaluated and no newer step is built."""
         a, b = self._flushed, self.state.position
@@ -101,6 +121,7 @@ class Recorder:
         while self._block_start(b) > self._block_start(self._written):
             self._entry(self._block_start(self._written) + self.space.block, None)
 
+    @_fault_is_a_miss
     def boundary(self, answer: tuple[int, str, int | None] | None = None) -> None:
         """The sequence stands at a boundary: keep its state here. ``answer`` = (first token, text, last unprocessed id)
         marks this position as the end of an answer."""
@@ -141,6 +162,7 @@ class Recorder:
         else:
             self._entry(position, state, digest)
 
+    @_fault_is_a_miss
     def commit(self, *, everything: bool = False) -> None:
         """A barrier has confirmed all that was captured so far; hand over full groups (or all)."""
         size = sum(d.nbytes for d in self._provisional)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .folder import CacheFolder, FolderRefused, open_index
 from .index import Index
-from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
+from .keys import Identity, KeySpace, answer_digest, common, pack, root_key, unpack
 from .layout import Layout
 from .lookup import Lookup
 from .planner import Plan, Planner
@@ -82,12 +82,15 @@ class PrefixStore:
         limit = len(tokens) - 1
         planner = Planner(self.index, space, self.layout)
         try:
+            coming = self._coming(space, tokens)  # before the plan: what is done in between is seen by it
             plan = planner.plan(tokens, limit)
-            if plan.position < limit and not self.writer.flush(0) and self.writer.flush(PENDING_WAIT):
+            keys = {key for key, reach in coming.items() if reach > plan.position}
+            late = bool(keys) and plan.position < limit and not self.writer.wait_for(keys, PENDING_WAIT)
+            if keys and plan.position < limit:
                 plan = planner.plan(tokens, limit)
             if plan.reason == "empty" and plan.position == 0:
                 plan.reason = self._elsewhere(space, tokens, salt) or "empty"
-            if plan.reason not in (None, "no_state") and not self.writer.flush(0):
+            if plan.reason is not None and late:
                 plan.reason = "pending"
             return plan
         except Exception as e:  # whatever an index may hold: a miss, never the request's failure
@@ -165,18 +168,23 @@ class PrefixStore:
         A hint: the caller must check that they decode to ``text``.
         """
         space = self.space(salt)
+        digest = answer_digest(space.root, prompt, text)
         try:
-            self.writer.flush(PENDING_WAIT)
-            found = self.index.answer(answer_digest(space.root, prompt, text))
+            keys = {d.meta.key for d in self.writer.waiting() if d.answer is not None and d.answer[0] == digest}
+            self.writer.wait_for(keys, PENDING_WAIT)
+            found = self.index.answer(digest)
             if found is None:
                 return None
             key, first, last = found
+            if first != len(prompt):
+                return None
             ids: list[int] = [] if last is None else [last]
             at: int | None = None
             while (entry := self.index.entry(key)) is not None and entry.end > first and at in (None, entry.end):
                 ids[:0] = unpack(entry.tokens)[max(0, first - entry.start) :]
                 if entry.start <= first:
-                    return ids if all(0 <= i < 1 << 32 for i in ids) else None
+                    known = entry.tokens.startswith(pack(prompt[entry.start :]))
+                    return ids if known and all(0 <= i < 1 << 32 for i in ids) else None
                 key, at = entry.parent, entry.start
         except Exception as e:
             self._fault("io_error", f"the index: {e}")
@@ -186,6 +194,23 @@ class PrefixStore:
         """Write what waits, then release the folder."""
         self.writer.close()
         self.index.close()
+
+    def _coming(self, space: KeySpace, tokens: list[int]) -> dict[bytes, int]:
+        """Keys of entries that are being written and could serve ``tokens``, and how far they reach."""
+        waiting = [d.meta for d in self.writer.waiting() if d.meta.root == space.root]
+        if not waiting:
+            return {}
+        packed, parent, parents = pack(tokens), space.root, {space.root: 0}
+        for a in range(0, len(tokens) - self.block + 1, self.block):
+            parent = space.key_packed(parent, packed[4 * a : 4 * (a + self.block)])
+            parents[parent] = a + self.block
+        out: dict[bytes, int] = {}
+        for meta in waiting:
+            if parents.get(meta.parent) == meta.start:
+                shared = common(pack(meta.tokens), packed[4 * meta.start :])
+                if shared == len(meta.tokens) or self.layout.growing_only:
+                    out[meta.key] = meta.start + shared
+        return out
 
     def _elsewhere(self, space: KeySpace, tokens: list[int], salt: str) -> str | None:
         """Whether the same tokens are stored under another identity, and what differs."""

@@ -13,7 +13,7 @@ import os
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -102,9 +102,15 @@ class Writer:
             self._wake.notify_all()
         return True
 
-    def pending(self, key: bytes) -> bool:
+    def waiting(self) -> list[Draft]:
+        """What is submitted and not yet durable or dropped, oldest first."""
         with self._wake:
-            return key in self._pending
+            return [draft for group in self._queue for draft in group]
+
+    def wait_for(self, keys: Collection[bytes], timeout: float) -> bool:
+        """Wait until none of ``keys`` is being written any more; False on time-out (seconds)."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not any(key in self._pending for key in keys), timeout)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was submitted is durable or dropped; False on time-out (seconds)."""

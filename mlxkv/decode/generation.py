@@ -161,10 +161,10 @@ class Generation:
                     self.recorder.flush()
                 if state.position == edge:
                     self._boundary(state)
+                if self.recorder is not None:
+                    self.recorder.commit()
                 mx.clear_cache()
                 self.emit(Progress(state.position, n))
-            if self.recorder is not None:
-                self.recorder.commit()
         self._check()
         return self._forward(state, ids[n - 1 :])[:, -1, :]
 
