@@ -1,0 +1,1 @@
+"""The embedded demo model: its grammar, tokenizer, training, export and evaluation."""
