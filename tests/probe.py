@@ -22,14 +22,16 @@ def runtime(model: Path, cache_dir: Path | None, **options) -> Runtime:
 
 
 class Probe(Generation):
-    """A generation that remembers the logits its prefill ended with."""
+    """A generation that remembers the logits and the state its prefill ended with."""
 
     logits: np.ndarray
+    state: SequenceState
+    completion: Completion
     keep = True
 
     def _prefill(self, state, prompt):
         out = super()._prefill(state, prompt)
-        self.logits = np.array(out[0].astype(mx.float32))
+        self.logits, self.state = np.array(out[0].astype(mx.float32)), state
         return out
 
     def _keep(self, state, prompt, reason):
@@ -39,11 +41,17 @@ class Probe(Generation):
 
 def run(rt: Runtime, tokens: list[int], *, use_cache=True, keep=True, max_tokens=1) -> tuple[np.ndarray, Completion]:
     """(logits of the last prompt token, completion). keep=False: look up and restore, but store nothing."""
+    done = probe(rt, tokens, use_cache=use_cache, keep=keep, max_tokens=max_tokens)
+    return done.logits, done.completion
+
+
+def probe(rt: Runtime, tokens: list[int], *, use_cache=True, keep=True, max_tokens=1) -> Probe:
+    """The finished generation itself."""
     request = Request(tokens=list(tokens), sampling=SamplingParams(max_tokens=max_tokens), use_cache=use_cache)
-    probe = Probe(rt, request, lambda e: None, lambda: False, time.monotonic())
-    probe.keep = keep
-    completion = probe.run()
-    return probe.logits, completion
+    made = Probe(rt, request, lambda e: None, lambda: False, time.monotonic())
+    made.keep = keep
+    made.completion = made.run()
+    return made
 
 
 def kept_in_memory(rt: Runtime, stored: list[int], tokens: list[int], edges: list[int], position: int) -> np.ndarray:

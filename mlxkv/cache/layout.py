@@ -150,6 +150,7 @@ def probe(model: Callable[..., mx.array], make_cache: Callable[[], list[Any]]) -
     for n in (2, 1):
         logits = model(mx.zeros((1, n), dtype=mx.int32), cache=caches)
         state.advance(n)
+        state.catch_up()
         mx.eval(logits, state.live())
         seen.append(tuple(_spec(m) for m in state.members or ()))
     if seen[0] != seen[1]:

@@ -107,12 +107,15 @@ class Recorder:
         a, b = self._flushed, self.state.position
         if self._dead or a >= b:
             return
+        self.state.catch_up()
         lazy = {
             tensor_name(spec, name): array
             for member, spec in zip(self.state.members or (), self.layout.members, strict=True)
             if member.record != "state"
             for name, array in member.rows(a, b).items()
         }
+        if lazy.keys() != {t.name for t in (*self.layout.tensors("rows"), *self.layout.tensors("window"))}:
+            return  # a head has no row before its second token
         arrays = self._out(lazy)
         if arrays is None:
             return
@@ -129,7 +132,7 @@ class Recorder:
             return
         self.flush()
         position = self.state.position
-        if self._dead or position == 0:
+        if self._dead or self._flushed < position or position == 0:
             return
         start = self._block_start(position - 1)
         parent = self._parent if position % self.space.block else self._before

@@ -87,6 +87,16 @@ class Member(ABC):
     def rewind(self, n: int) -> None:
         """Take back the last ``n`` tokens. Raises PositionError beyond ``rewindable()``."""
 
+    def live(self) -> list[mx.array]:
+        """All arrays that a step must evaluate."""
+        return list(self.arrays().values())
+
+    def reserve(self, capacity: int) -> None:  # noqa: B027 - only rows grow
+        """Buffers of rows are allocated, and later grow, in steps of ``capacity`` rows."""
+
+    def catch_up(self) -> None:  # noqa: B027 - most kinds are always up to date
+        """Compute (lazily) what may wait until it is needed: before a capture, and before rows are read."""
+
     def settle(self) -> None:  # noqa: B027 - most kinds have one form only
         """Bring the arrays into the one form that a restore produces, so that both give the same bits."""
 
@@ -107,7 +117,6 @@ class Growing(Member):
         return self.cache.offset
 
     def reserve(self, capacity: int) -> None:
-        """The buffer is allocated, and later grows, in steps of ``capacity`` rows."""
         self.cache.step = capacity
 
     def arrays(self) -> Arrays:
@@ -248,6 +257,13 @@ class Recurrent(Member):
         self.cache.cache = [arrays.get(f"slot{i}") for i in range(len(self.cache.cache))]
 
 
+class OwnCache(ABC):
+    """A cache class of mlxkv's own: it says itself which members it has."""
+
+    @abstractmethod
+    def members(self, path: tuple[int, ...]) -> list[Member]: ...
+
+
 #: Exact classes only: a subclass may keep something else in the same place.
 KINDS: dict[type, type[Member]] = {KVCache: Growing, RotatingKVCache: Window, ArraysCache: Recurrent}
 
@@ -259,6 +275,8 @@ def members_of(caches: list[Any]) -> list[Member]:
         if type(cache) is CacheList:
             for i, inner in enumerate(cache.caches):
                 yield from walk(inner, (*path, i))
+        elif isinstance(cache, OwnCache):
+            yield from cache.members(path)
         elif type(cache) in KINDS:
             yield KINDS[type(cache)](cache, path)
         else:
@@ -301,12 +319,15 @@ class SequenceState:
         """All arrays that a step must evaluate."""
         if self.members is None:
             return _arrays_in([c.state for c in self.caches])
-        return [a for m in self.members for a in m.arrays().values()]
+        return [a for m in self.members for a in m.live()]
 
     def reserve(self, capacity: int) -> None:
         for member in self.members or ():
-            if isinstance(member, Growing):
-                member.reserve(capacity)
+            member.reserve(capacity)
+
+    def catch_up(self) -> None:
+        for member in self.members or ():
+            member.catch_up()
 
     def hold(self) -> tuple[int, list[Any]]:
         return self.position, [m.hold() for m in self.members or ()]

@@ -16,11 +16,13 @@ import mlx.core as mx  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from ..cache.folder import FolderRefused  # noqa: E402
+from ..cache.head import HeadCache  # noqa: E402
 from ..cache.keys import Identity  # noqa: E402
 from ..cache.layout import Layout, probe  # noqa: E402
 from ..cache.store import PrefixStore  # noqa: E402
 from ..errors import MlxkvError  # noqa: E402
 from ..models import load  # noqa: E402
+from ..models.mtp import WithHead  # noqa: E402
 from .options import EngineInfo, Options  # noqa: E402
 
 log = logging.getLogger("mlxkv.engine")
@@ -53,18 +55,24 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     loaded = load(options.model, dtype=options.dtype, adapter=options.adapter, memo_dir=options.cache_dir)
     now = numerics.current()
 
+    model: Any = loaded.model
+    # a head's rows are worth making only where they are kept: nothing drafts with it yet
+    headed = WithHead(loaded.model, loaded.head) if loaded.head is not None and options.cache_dir is not None else None
+
     def make_cache() -> list[Any]:
-        return make_prompt_cache(loaded.model)
+        caches = make_prompt_cache(loaded.model)
+        return caches if headed is None else [*caches, HeadCache(headed.runner())]
 
     layout: Layout | None = None
     store: PrefixStore | None = None
     off = None if options.cache_dir is not None else "it was switched off"
     try:
-        layout = probe(loaded.model, make_cache)
+        layout = probe(headed or model, make_cache)
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
         off = e.message
     if layout is not None and options.cache_dir is not None:
-        compute = {**now.identity(), "dtype": loaded.dtype, "dequantised": str(loaded.dequantised), "head": "none"}
+        head = "mtp" if headed else "none"
+        compute = {**now.identity(), "dtype": loaded.dtype, "dequantised": str(loaded.dequantised), "head": head}
         try:
             store = PrefixStore(
                 options.cache_dir,
@@ -93,7 +101,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         notes=tuple(loaded.notes),
     )
     runtime = Runtime(
-        model=loaded.model,
+        model=headed or model,
         tokenizer=loaded.tokenizer,
         make_cache=make_cache,
         layout=layout,

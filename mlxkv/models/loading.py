@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from .. import numerics
 from ..errors import MlxkvError, ModelError
-from . import folder, precision
+from . import folder, mtp, precision
 from .fingerprint import fingerprint, identity
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
@@ -25,7 +25,8 @@ class Loaded:
     """A model that is ready to run.
 
     ``name`` is what the user called it, for display; ``context_length`` and ``vocab_size`` (of the logits) are in
-    tokens; ``dtype`` is what it computes in; ``notes`` are sentences for the user.
+    tokens; ``dtype`` is what it computes in; ``head`` is the multi-token-prediction head that the checkpoint brings, if
+    it can be used; ``notes`` are sentences for the user.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class Loaded:
     dequantised: bool
     fingerprint: bytes
     fingerprint_name: str
+    head: mtp.MTPHead | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -73,10 +75,13 @@ def load(
     if now.device == "cpu" and precision.is_quantised(network):
         dequantised, note = precision.dequantise(network, precision.DTYPES[chosen].size)
         notes += [note] if note else []
+    head = mtp.load(path, config, precision.DTYPES[chosen])
     if now.device == "cpu" and now.mode == "fast":
         from .fast import accelerate
 
         accelerate(network)
+        if head is not None:
+            accelerate(head)
     network.eval()
     try:
         mx.eval(network.parameters())
@@ -101,6 +106,7 @@ def load(
         dequantised=dequantised,
         fingerprint=mark,
         fingerprint_name=f"{name}@{mark.hex()[:8]}",
+        head=head,
         notes=notes,
     )
 
