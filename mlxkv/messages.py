@@ -132,7 +132,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _ids(value: Any, where: str) -> list[int]:
-    good = isinstance(value, list) and all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in value)
+    good = isinstance(value, list) and all(type(t) is int and 0 <= t < 2**31 for t in value)
     if not good:
         raise RequestError(f"{where} is not a list of token ids.", param=where)
     return value

@@ -118,14 +118,16 @@ class Chat:
             if error.code == "context_length_exceeded":
                 error.cure = f"{error.cure} /reset starts a new conversation.".strip()
             raise
-        if completion is not None and completion.token_ids:
-            self._keep(question, completion)
-        elif not self.as_json:
-            self._say("Stopped before the answer began; the question was not kept.")
-        if completion is not None and self.as_json:
-            print_json({**completion.to_json(), "session": self.session.id, "turn": self.session.turns})
-        elif completion is not None:
-            show_stats(completion)
+        try:
+            if completion is not None and completion.token_ids:
+                self._keep(question, completion)
+            elif not self.as_json:
+                self._say("Stopped before the answer began; the question was not kept.")
+        finally:  # also when the session could not be saved: the answer is there
+            if completion is not None and self.as_json:
+                print_json({**completion.to_json(), "session": self.session.id, "turn": self.session.turns})
+            elif completion is not None:
+                show_stats(completion)
 
     def command(self, line: str) -> bool:
         """Do what a line that starts with a slash says. False: leave."""

@@ -213,7 +213,7 @@ def _model(settings: Settings) -> Iterator[Check]:
     from mlx_lm.utils import hf_repo_to_path, load_model
 
     from ..cache.state import UnknownCache, members_of
-    from ..models import folder
+    from ..models import folder, mtp
 
     try:
         if not Path(name).exists():
@@ -243,6 +243,12 @@ def _model(settings: Settings) -> Iterator[Check]:
         yield Check("state", "warn", f"{architecture}: {error.message}", "It runs, but nothing will be remembered.")
         return
     yield Check("state", "ok", f"{architecture}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
+    found = mtp.find(path, config)
+    if found.reason:
+        yield Check("MTP head", "warn", f"found, not used: {found.reason}", "It runs without its head.")
+    else:
+        tensors = len(found.names)
+        yield Check("MTP head", "ok", f"found ({tensors} tensors)" if tensors else "none in this checkpoint")
     width = (config.get("text_config") or config).get("linear_key_head_dim")
     if isinstance(width, int) and width % 32:
         slow = f"key heads are {width} wide, no multiple of 32: Metal's gated-delta kernel cannot be used"

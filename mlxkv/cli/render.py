@@ -139,16 +139,18 @@ def answer(
 ) -> Completion | None:
     """Submit, show the answer as it comes, and give back the completion; None if it was cancelled in the queue."""
     from ..decode.request import Delta, Finished, Progress, Started
+    from ..errors import EngineError
 
     status = Status(not isinstance(shown, Silent))
     ticket: Ticket = engine.submit(request)
     interrupt.watch(ticket)
     completion = None
+    started = False
     to_read = 0
     try:
         for event in ticket:
             if isinstance(event, Started):
-                to_read = event.prompt_tokens - event.cached_tokens
+                started, to_read = True, event.prompt_tokens - event.cached_tokens
             elif isinstance(event, Progress) and to_read > LONG_PROMPT and event.done < event.total:
                 status.show(f"reading the prompt: {event.done:,} of {event.total:,} tokens")
             elif isinstance(event, Delta):
@@ -156,7 +158,9 @@ def answer(
                 shown.write(event.text)
             elif isinstance(event, Finished):
                 completion = event.completion
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, EngineError) and ticket.cancelled and not started:
+            return None
         ticket.cancel()
         raise
     finally:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,6 +20,9 @@ from .options import ADDRESS, ENGINE, INTERRUPTED, MODEL, SAMPLING, Flags, comma
 
 if TYPE_CHECKING:
     from ..config import Settings
+
+#: seconds that answers have to come to their end once the server was told to stop
+GRACE = 3
 
 
 @command(MODEL, ADDRESS, SAMPLING, ENGINE)
@@ -43,6 +47,18 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("mlxkv").setLevel(logging.INFO)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # what still runs then is cancelled at a step edge and told so, not cut off in the middle of a stream
+            closing = threading.Timer(GRACE, engine.close)
+            closing.daemon = True
+            closing.start()
+            try:
+                await super().shutdown(sockets)
+            finally:
+                closing.cancel()
+
     failed: list[DeviceError] = []
     stopped: list[int] = []
 
@@ -62,8 +78,8 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
                 use_cache=settings.cache,
                 on_device_error=on_device_error,
             )
-            server = uvicorn.Server(
-                uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, server_header=False)
+            server = Server(
+                uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE + 6, server_header=False)
             )
             _say_where(settings, listener, engine.info)
             if not stopped:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +87,15 @@ class Engine:
         self.tokenizer: Any = None
         self._thread = threading.Thread(target=self._main, name="mlxkv-engine", daemon=True)
         self._thread.start()
-        self._ready.wait()
-        if self._load_error is not None:
-            join_fully(self._thread)
-            raise self._load_error
         atexit.register(self.close)
+        try:
+            self._ready.wait()
+        except BaseException:  # Ctrl-C: the thread ends once the model is loaded, the process not before
+            self._closing = True
+            raise
+        if self._load_error is not None:
+            self.close()
+            raise self._load_error
 
     # any thread
 
@@ -102,6 +107,8 @@ class Engine:
                 raise EngineClosed(f"The engine takes no requests: {self._unhealthy}.", "Start it again.")
             if self._closing:
                 raise EngineClosed("The engine is closed.")
+            if not self._thread.is_alive():  # after a fork, for one
+                raise EngineClosed("The engine's thread does not run in this process.", "Start an engine here.")
             if len(self._queue) >= self._max_queue:
                 raise QueueFull(f"{len(self._queue)} requests wait already.", "Try again later.")
             self._queue.append(ticket)
@@ -181,9 +188,11 @@ class Engine:
                 else:
                     ticket.fail(EngineError("The request was cancelled before it started."))
             except MlxkvError as e:
+                traceback.clear_frames(e.__traceback__)  # they hold the request's state, and callers keep errors
                 ticket.fail(e)
             except BaseException as e:
                 log.exception("a request failed")
+                traceback.clear_frames(e.__traceback__)
                 error = EngineError(
                     f"Generation failed: {type(e).__name__}: {e}.", "The engine goes on; the request can be sent again."
                 )
@@ -197,7 +206,7 @@ class Engine:
                     self._active = None
 
     def _failed_again(self) -> bool:
-        """Free what the failed request held and try the device; True if it cannot be trusted any more."""
+        """Give back the memory of the failed request and try the device; True if it cannot be trusted any more."""
         import mlx.core as mx
 
         again = time.monotonic() - self._last_failure < FAILURE_WINDOW

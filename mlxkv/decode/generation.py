@@ -16,7 +16,7 @@ from ..cache.planner import Plan
 from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
 from ..cache.store import PrefixStore
-from ..errors import PromptTooLong, RequestError
+from ..errors import MlxkvError, PromptTooLong, RequestError
 from .prompt import Prompt, build
 from .request import (
     CacheReport,
@@ -59,6 +59,7 @@ class Generation:
         self.sampled: list[int] = []
         self.recorder: Recorder | None = None
         self.text = ""
+        self._cut = False  # a stop string ended the text, which is therefore not all that the tokens say
         self._lookup_s = self._restore_s = self._prefill_s = self._ttft_s = 0.0
         self._first_at = 0.0
 
@@ -79,7 +80,12 @@ class Generation:
         store = rt.store if self.request.use_cache else None
         salt = self.request.salt
         find = (lambda ids, text: store.answer_ids(ids, text, salt)) if store else (lambda ids, text: None)
-        prompt = build(self.request, rt.tokenizer, rt.eos, find)
+        try:
+            prompt = build(self.request, rt.tokenizer, rt.eos, find)
+        except MlxkvError:
+            raise
+        except Exception as e:  # whatever a tokenizer raises is no failure of the device
+            raise RequestError(f"The prompt cannot be tokenised: {type(e).__name__}: {e}.") from e
         limit = self._limit(prompt)
         sampler = Sampler(self.request.sampling, prompt.tokens, rt.vocab_size)
         state, lookup, plan = self._resume(prompt, store, limit)
@@ -89,9 +95,7 @@ class Generation:
         self.emit(Started(len(prompt.tokens), lookup.tokens))
         reason: FinishReason
         try:
-            started = time.monotonic()
             logits = self._prefill(state, prompt)
-            self._prefill_s = time.monotonic() - started
             reason = self._decode(state, sampler, logits, limit)
         except Cancelled:
             reason = "cancelled"
@@ -141,6 +145,13 @@ class Generation:
 
     def _prefill(self, state: SequenceState, prompt: Prompt) -> mx.array:
         """Run [position, n−1) in segments that end on boundaries, capture there, then the last token; its logits."""
+        started = time.monotonic()
+        try:
+            return self._read(state, prompt)
+        finally:
+            self._prefill_s = time.monotonic() - started
+
+    def _read(self, state: SequenceState, prompt: Prompt) -> mx.array:
         n = len(prompt.tokens)
         layout = self.rt.layout
         # where members can stand anywhere, or nowhere, a boundary is not worth a cut of its own
@@ -210,6 +221,7 @@ class Generation:
             piece = ""
             if not ended:
                 piece = stops.feed(detokenizer.feed(value))
+            self._cut = stops.hit
             if ended or stops.hit:
                 reason = "stop"
             elif last_possible:
@@ -222,6 +234,7 @@ class Generation:
                 if not stops.hit:
                     piece += stops.feed(detokenizer.finish())
                     piece += stops.finish()
+                    self._cut = stops.hit
                 self._say(piece, value)
                 return reason
             held = None
@@ -243,7 +256,7 @@ class Generation:
         # tokens that the state has processed: all but the last sampled one
         del self.tokens[state.position :]
         answer = None
-        if reason in ("stop", "length") and self.text and not self.request.sampling.stop:
+        if reason in ("stop", "length") and self.text and not self._cut:
             last = None if self.sampled[-1] in self.rt.eos else self.sampled[-1]
             answer = (len(prompt.tokens), self.text, last)
         if state.position > len(prompt.tokens) - 1 or reason == "cancelled":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
-from ..messages import normalise
+from ..messages import check_text, normalise
 from .request import Request
 from .text import decode, plain
 
@@ -36,19 +36,17 @@ def build(request: Request, tokenizer: Any, eos: set[int], find_answer: FindAnsw
     if request.messages is not None:
         return _from_messages(request, tokenizer, eos, find_answer)
     if request.prompt is not None:
-        tokens = _ids(tokenizer, request.prompt, special=True)
+        text = check_text(request.prompt, "prompt")
+        tokens = list(plain(tokenizer)(text, add_special_tokens=True)["input_ids"])
         if not tokens:
             raise RequestError("The prompt has no tokens.", "Give some text.", param="prompt")
     else:
         tokens = list(request.tokens or [])
-        if bad := next((t for t in tokens if not isinstance(t, int) or isinstance(t, bool) or t < 0), None):
-            raise RequestError(f"{bad!r} is not a token id.", "Ids are whole numbers from 0.", param="tokens")
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise RequestError(f"{token!r} is not a token id.", "Ids are whole numbers from 0.", param="tokens")
     ends = [i + 1 for i, token in enumerate(tokens[:-1]) if token in eos]
     return Prompt(tokens, [end for i, end in enumerate(ends) if _worth(len(ends) - i)])
-
-
-def _ids(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
-    return list(plain(tokenizer)(text, add_special_tokens=special)["input_ids"])
 
 
 @dataclass
@@ -92,16 +90,53 @@ def _from_messages(request: Request, tokenizer: Any, eos: set[int], find_answer:
     looked_at = [i for i in range(1, len(messages) + 1) if _worth(len(messages) - i)]
     cuts = {common(messages[:i]) for i in looked_at}
     cuts.add(_head(messages, common))
-    answers: list[_Answer] = []
-    for i, message in enumerate(messages):
-        text = message.get("content")
-        if message["role"] != "assistant" or not isinstance(text, str) or not text or not _worth(len(messages) - i):
-            continue
-        start = common(messages[:i], True)
-        if start and whole.startswith(text, start):
-            answers.append(_Answer(start, start + len(text), text, known[i]))
+    answers = _answers(messages, known, whole, render, common)
     tokens, cut_tokens = _tokenise(whole, cuts, answers, tokenizer, eos, find_answer)
     return Prompt(tokens, sorted(b for b in cut_tokens if 0 < b < len(tokens)))
+
+
+def _answers(
+    messages: list[dict[str, Any]],
+    known: list[list[int] | None],
+    whole: str,
+    render: Callable[[list[dict[str, Any]], bool], str],
+    common: Callable[[list[dict[str, Any]], bool], int],
+) -> list[_Answer]:
+    """Where the texts of assistant messages stand in ``whole``: between the same pieces as marks do in their place.
+
+    All of them and in one rendering, so that a message keeps its ids however long the conversation grows. Left out is a
+    text that the template changes, or puts elsewhere than where a generation prompt ends: its ids do not fit there.
+    """
+    said = {i: m["content"] for i, m in enumerate(messages) if m["role"] == "assistant" and m["content"]}
+    stem = "answer"
+    while stem in whole:
+        stem += "x"
+    try:
+        marked = render([{**m, "content": f"{stem}{i}z"} if i in said else m for i, m in enumerate(messages)], True)
+    except Exception:
+        return []
+    answers: list[_Answer] = []
+    fits: dict[str, bool] = {}  # by the last characters before a text: asking costs a rendering
+    seen = at = 0
+    for i, text in said.items():
+        mark = f"{stem}{i}z"
+        found = marked.find(mark, seen)
+        if found < 0:
+            continue
+        piece = marked[seen:found]
+        seen = found + len(mark)
+        start = whole.find(piece, at)  # at ``at``, unless the template changed the text before it
+        if start < 0:
+            continue
+        at = start + len(piece)
+        if whole.startswith(text, at):
+            if piece[-4:] not in fits:
+                fits[piece[-4:]] = common(messages[:i], True) == at
+            if not fits[piece[-4:]]:
+                continue
+            answers.append(_Answer(at, at + len(text), text, known[i]))
+            at += len(text)
+    return answers
 
 
 def _worth(distance: int) -> bool:
@@ -134,32 +169,46 @@ def _tokenise(
     """Ids of ``whole`` with known answers' ids in place, and the cuts (characters) as token positions, rounded down."""
     tokens: list[int] = []
     ends: list[int] = []  # for each token, the character at which it ends
-    at = 0
+    at = 0  # the end of what ``tokens`` covers: the start, or the end of a known answer
+    before = ""  # that answer
 
-    def add(upto: int) -> None:
-        nonlocal at
-        ids, offsets = _encode(whole[at:upto], tokenizer)
-        tokens.extend(ids)
-        ends.extend(at + end for end in offsets)
-        at = upto
+    def encode(upto: int) -> tuple[list[int], list[int]]:
+        ids, offsets = _encode_behind(before, whole[at:upto], tokenizer)
+        return ids, [at + end for end in offsets]
 
+    probe, probe_ends, probed = [], [], 0  # the tokens of [at, probed), to ask for answers with
     for answer in answers:
-        if answer.start < at:
-            continue
-        mark = (len(tokens), at)
-        add(answer.start)
-        ids = answer.ids if answer.ids is not None else find_answer(tokens, answer.text)
+        ids = answer.ids
+        if ids is None:
+            if probed < answer.start:  # twice as far each time: answers that nobody knows cost linear time together
+                probed = min(len(whole), max(answer.start, 2 * probed - at))
+                probe, probe_ends = encode(probed)
+            k = bisect_right(probe_ends, answer.start)
+            if answer.start == (probe_ends[k - 1] if k else at):
+                ids = find_answer(tokens + probe[:k], answer.text)
         if ids and ids[-1] in eos:
             ids = ids[:-1]
-        if ids and decode(tokenizer, ids) == answer.text:
-            tokens.extend(ids)
-            ends.extend([answer.end] * len(ids))
-            at = answer.end
-        else:  # not those ids: let the text flow on, so that tokens may span this place
-            del tokens[mark[0] :], ends[mark[0] :]
-            at = mark[1]
-    add(len(whole))
+        if not ids or decode(tokenizer, ids) != answer.text:
+            continue  # not those ids: let the text flow on, so that tokens may span this place
+        flow, flow_ends = encode(answer.start)
+        tokens += flow + ids
+        ends += flow_ends + [answer.end] * len(ids)
+        at = probed = answer.end
+        before = answer.text
+    flow, flow_ends = encode(len(whole))
+    tokens += flow
+    ends += flow_ends
     return tokens, {bisect_right(ends, cut) for cut in cuts}  # a cut inside a token is moved before it
+
+
+def _encode_behind(before: str, text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """``_encode`` of text that stands behind other text: some tokenizers put a space before what they see first."""
+    if before and text:
+        ids, ends = _encode(before + text, tokenizer)
+        k = bisect_right(ends, len(before))
+        if k and ends[k - 1] == len(before):  # no token spans the two
+            return ids[k:], [end - len(before) for end in ends[k:]]
+    return _encode(text, tokenizer)
 
 
 def _encode(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -167,16 +216,22 @@ def _encode(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
     if not text:
         return [], []
     inner = plain(tokenizer)
+    ends, at = [], 0
     if getattr(inner, "is_fast", False):
         out = inner(text, add_special_tokens=False, return_offsets_mapping=True)
-        ends, last = [], 0
         for _, end in out["offset_mapping"]:
-            last = max(last, end)
-            ends.append(last)
+            at = max(at, end)
+            ends.append(at)
         return list(out["input_ids"]), ends
+    # slow tokenizers tell no offsets: the text that each token adds to those before, as far as it agrees
     ids = list(inner(text, add_special_tokens=False)["input_ids"])
-    ends, known = [], 0
-    for i in range(len(ids)):  # slow tokenizers: the text of a prefix of ids, as far as it agrees
-        known = max(known, _agreement(decode(tokenizer, ids[: i + 1]), text))
-        ends.append(known)
-    return ids, ends
+    first = done = 0  # ids[first:done] were whole characters
+    for i in range(len(ids)):
+        known, more = decode(tokenizer, ids[first:done]), decode(tokenizer, ids[first : i + 1])
+        added = _agreement(more[len(known) :], text[at : at + len(more)])
+        if added:  # tokens without a character of their own are part of the one that comes
+            at += added
+            ends += [at] * (i + 1 - len(ends))
+        if added or (len(more) > len(known) and not more.endswith("\ufffd")):
+            first, done = done, i + 1
+    return ids, ends + [at] * (len(ids) - len(ends))

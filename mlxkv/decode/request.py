@@ -5,6 +5,7 @@ Plain values without MLX arrays, so that any thread (and the command line, which
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -18,13 +19,13 @@ FinishReason = Literal["stop", "length", "cancelled"]
 class SamplingParams:
     """How the next token is chosen. The defaults are greedy.
 
-    temperature: 0 = argmax; else logits are divided by it. top_p, min_p: probabilities in [0, 1]; top_k: a count, 0 =
-    off. The filters act on the distribution before the temperature, in mlx-lm's order: top_p, min_p, top_k.
-    presence_penalty, frequency_penalty: subtracted from logits of tokens generated so far (OpenAI). repetition_penalty:
-    divides (multiplies if negative) logits of the last ``repetition_context`` tokens, prompt included; 1.0 = off.
-    logit_bias: token id -> added to its logit. seed: 64-bit; the same seed gives the same text whatever was cached.
-    stop: strings that end the text and are not part of it. max_tokens: tokens to sample at most, the stop token
-    included; None = until the context is full.
+    temperature: 0 = argmax; else logits are divided by it. top_p, min_p: probabilities in [0, 1]; a top_p of 0 is
+    argmax too. top_k: a count, 0 = off. The filters act on the distribution before the temperature, in mlx-lm's order:
+    top_p, min_p, top_k. presence_penalty, frequency_penalty: subtracted from logits of tokens generated so far, as
+    OpenAI does. repetition_penalty: divides (multiplies if negative) logits of the last ``repetition_context`` tokens,
+    prompt included; 1.0 = off. logit_bias: token id -> added to its logit. seed: 64-bit; the same seed gives the same
+    text whatever was cached. stop: strings that end the text and are not part of it. max_tokens: tokens to sample at
+    most, the stop token included; None = until the context is full.
     """
 
     temperature: float = 0.0
@@ -67,7 +68,7 @@ class SamplingParams:
         if self.seed is not None:
             whole("seed", -(2**63), 2**64 - 1, "a 64-bit whole number")
         if self.max_tokens is not None:
-            whole("max_tokens", 1, 2**31 - 1, "a whole number, at least 1")
+            whole("max_tokens", 1, 2**63 - 1, "a whole number, at least 1")
         check(
             "stop",
             isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
@@ -90,7 +91,8 @@ class Request:
     messages: an OpenAI message list; an assistant message may carry ``token_ids``, the ids it was sampled as, which
     then stand in the prompt instead of its re-tokenised text. prompt: raw text, tokenised without a chat template.
     tokens: raw ids. tools and template_kwargs go to the chat template. salt: requests with different salts never share
-    cache entries. use_cache=False: neither look-up nor store (a plain, cold run).
+    cache entries. use_cache=False: neither look-up nor store (a plain, cold run). Lists are copied: what becomes of the
+    caller's while the request waits changes nothing.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -112,6 +114,9 @@ class Request:
             )
         if not getattr(self, given[0]):
             raise RequestError(f"{given[0]} is empty.", "A request needs at least one token.", param=given[0])
+        object.__setattr__(self, "tokens", copy.copy(self.tokens))
+        for name in ("messages", "tools", "template_kwargs"):
+            object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ class Sampler:
         if self._sampled is not None:
             for process in self._generated:
                 logits = process(self._sampled, logits)
-        token = mx.argmax(logits, axis=-1) if self.params.temperature == 0 else self._draw(logits)
+        likeliest = self.params.temperature == 0 or self.params.top_p == 0
+        token = mx.argmax(logits, axis=-1) if likeliest else self._draw(logits)
         self._index += 1
         if self._tail is not None:
             self._tail = mx.concatenate([self._tail, token.astype(mx.int32)])[-self.params.repetition_context :]
@@ -83,7 +84,7 @@ class Sampler:
     def _draw(self, logits: mx.array) -> mx.array:
         p = self.params
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        if 0 < p.top_p < 1:
+        if p.top_p < 1:
             logprobs = apply_top_p(logprobs, p.top_p)
         if p.min_p:
             logprobs = apply_min_p(logprobs, p.min_p)

@@ -11,17 +11,20 @@ from .request import Completion, Event, Finished, Request
 
 
 class Ticket:
-    """Iterate it for events, the last of which is ``Finished``; a failure is raised from the iterator. Thread-safe."""
+    """Iterate it for events, the last of which is ``Finished``; a failure is raised from the iterator.
+
+    Thread-safe: each event goes to one of the threads that wait, and all of them see the end.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.received = time.monotonic()
-        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         self._cancelled = threading.Event()
-        self._over = False
 
     def cancel(self) -> None:
-        """Stop at the next step edge. What was computed is kept; the completion's finish_reason is ``cancelled``."""
+        """Stop at the next step edge. What was computed is kept; the completion's finish_reason is ``cancelled``. A
+        request that still waits in the queue gets an EngineError instead."""
         self._cancelled.set()
 
     @property
@@ -31,16 +34,15 @@ class Ticket:
     def next_event(self, timeout: float | None = None) -> Event:
         """The next event. Raises the request's error, StopIteration after the last event, TimeoutError after
         ``timeout`` seconds."""
-        if self._over:
-            raise StopIteration
         try:
             event = self._events.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError(f"no event within {timeout} s") from None
+        if event is None:
+            self._events.put(None)  # for other threads that wait
+            raise StopIteration
         if isinstance(event, BaseException):
-            self._over = True
             raise event
-        self._over = isinstance(event, Finished)
         return event
 
     def __iter__(self) -> Iterator[Event]:
@@ -60,6 +62,9 @@ class Ticket:
 
     def put(self, event: Event) -> None:
         self._events.put(event)
+        if isinstance(event, Finished):
+            self._events.put(None)
 
     def fail(self, error: BaseException) -> None:
         self._events.put(error)
+        self._events.put(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import secrets
@@ -69,8 +68,7 @@ async def complete(server: Server, body: ChatRequest, request: Request) -> Respo
     if not server.serves(body.model):
         raise ModelError(f"There is no model {body.model[:200]!r} here.", f"This server runs {server.model_name}.")
     wanted = body.to_request(server.defaults, server.use_cache)
-    # Rendering and tokenising a long conversation takes a while; the loop has other clients.
-    ticket = await asyncio.to_thread(server.engine.submit, wanted)
+    ticket = server.engine.submit(wanted)  # the engine's thread renders and tokenises
     reply = Reply(server.model_name, bool(body.stream_options and body.stream_options.include_usage))
     if not body.stream:
         async with cancelled_with(request, ticket):
@@ -172,4 +170,4 @@ def log_request(name: str, completion: Completion) -> None:
 
 
 def _data(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"

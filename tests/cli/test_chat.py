@@ -147,3 +147,11 @@ def test_two_chats_on_one_session_do_not_overwrite_each_other(home):
     first.messages.append({"role": "user", "content": "first"})
     assert not first.save()
     assert first.id != other.id and len(sessions.paths()) == 2
+
+
+def test_an_answer_is_shown_although_its_session_cannot_be_saved(chat, home):
+    (home / "data").write_text("a file where the folder should be")
+    found = chat("hello\n", "--json")
+    assert found.code == 2 and "cannot be saved" in found.err
+    assert found.lines[0]["usage"]["completion_tokens"] == 6
+    assert "tok/s" in chat("hello\n").err

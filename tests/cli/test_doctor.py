@@ -77,3 +77,11 @@ def test_selftest(cli, model):
     found = cli("doctor", "--model", model, "--selftest", "--json")
     assert found.code == 0, found.out
     assert any(name.startswith("selftest ") for name in checks(found))
+
+
+def test_a_head_is_found(cli, model, tmp_path):
+    from tests import headed
+
+    assert "none" in checks(cli("doctor", "--model", model, "--json"))["MTP head"]["detail"]
+    found = checks(cli("doctor", "--model", headed.make(tmp_path / "headed"), "--json"))["MTP head"]
+    assert (found["status"], found["detail"]) == ("ok", "found (15 tensors)")

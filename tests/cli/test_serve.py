@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from mlxkv.cli.serve import port_owner
+from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,3 +62,23 @@ def test_start_answer_stop(tiny_model, home, stop, code):
     assert "llama" in said and str(home / "cache" / "mlxkv") in said
     assert answer["id"] in said and "secret" not in said and "Traceback" not in said
     assert ("no key" in said) == (stop == signal.SIGTERM)
+
+
+def test_a_stream_that_is_running_when_the_server_stops_is_told_so(home):
+    model = tiny.make("llama", home / "model", max_position_embeddings=10**6)
+    command = [sys.executable, "-m", "mlxkv.cli", "serve", "--port", "0", "--no-cache", "--model", str(model)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        found = re.search(r"http://[\d.]+:\d+/v1", said)
+        assert found, said
+        body = {"model": "model", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        with httpx.stream("POST", f"{found[0]}/chat/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            came = [line for line in lines if line]
+        said += process.stderr.read()
+        process.wait(timeout=30)
+    assert process.returncode == 0 and "Traceback" not in said
+    assert "engine_closed" in came[-2] and came[-1] == "data: [DONE]"

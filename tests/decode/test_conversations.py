@@ -89,3 +89,10 @@ def test_rows_without_states_are_no_place_to_resume(ask):
         assert (second.usage.cached_tokens, second.cache.miss_reason) == (0, "no_state")
     else:
         assert second.usage.cached_tokens == second.usage.prompt_tokens - 1
+
+
+def test_an_answer_is_remembered_although_a_stop_string_was_asked_for(ask):
+    first = ask(CHAT, stop="never said")
+    said = [*CHAT, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And then?"}]
+    second = ask(said)
+    assert second.usage.cached_tokens == first.usage.prompt_tokens + first.usage.completion_tokens - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import threading
@@ -110,6 +111,54 @@ def test_bad_requests_are_named_and_the_engine_lives(engine):
     assert engine.submit(request()).result().finish_reason == "length"
 
 
+def test_requests_that_no_tokenizer_takes_are_refused(engine):
+    with pytest.raises(RequestError, match="surrogate"):
+        engine.submit(Request(prompt="a\ud800b")).result()
+    said = {"role": "assistant", "content": "b", "token_ids": [2**40]}
+    with pytest.raises(RequestError, match="token_ids"):
+        mlxkv.generate(engine, [{"role": "user", "content": "a"}, said, {"role": "user", "content": "c"}])
+    assert engine.health().ok
+
+
+def test_a_request_is_what_it_was_when_it_was_made(engine):
+    messages = [{"role": "user", "content": "hello"}]
+    alone = mlxkv.generate(engine, messages, max_tokens=2)
+    first = engine.submit(request(1000))
+    waiting = engine.submit(Request(messages=messages, sampling=SamplingParams(max_tokens=2)))
+    messages[0]["content"] = "something else"
+    messages.append({"role": "assistant", "content": "more"})
+    first.cancel()
+    assert waiting.result().token_ids == alone.token_ids
+
+
+def test_threads_that_share_a_ticket_all_see_its_end(engine):
+    ticket = engine.submit(request())
+    counts = []
+    threads = [threading.Thread(target=lambda: counts.append(len(list(ticket))), daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(counts) == 3
+    with pytest.raises(RuntimeError, match="taken already"):
+        ticket.result()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_is_refused_and_does_not_wait(engine):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            engine.submit(request())
+        except EngineClosed:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert engine.submit(request()).result().finish_reason == "length"
+
+
 def test_a_full_queue_refuses(tiny_model):
     with mlxkv.load(tiny_model("llama"), cache=False, max_queue=1) as engine:
         first = engine.submit(request(3000, max_tokens=50))
@@ -170,6 +219,21 @@ def test_a_device_error_fails_its_request_and_stores_nothing(faulty, tmp_path):
     assert engine.health().ok
 
 
+def test_an_error_that_a_caller_keeps_does_not_keep_the_state(faulty):
+    engine, faults = faulty
+    faults[0] = 1
+    with pytest.raises(EngineError) as caught:
+        engine.submit(request(50)).result()
+    assert caught.value.__cause__ is not None
+    frame = caught.value.__cause__.__traceback__
+    frames = []
+    while frame is not None:
+        frames.append(frame.tb_frame)
+        frame = frame.tb_next
+    assert len(frames) > 3
+    assert not any("state" in f.f_locals for f in frames)
+
+
 def test_a_second_device_error_within_a_minute_ends_the_engine(faulty):
     engine, faults = faulty
     faults[0] = 1
@@ -207,3 +271,22 @@ def test_a_script_that_used_an_engine_ends_cleanly(ending, tiny_model, tmp_path)
     command = [sys.executable, "-c", script, str(tiny_model("qwen3_5")), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
+def test_ctrl_c_while_loading_ends_cleanly(tiny_model):
+    script = (
+        "import _thread, sys, mlxkv\n"
+        "from mlxkv.decode import runtime\n"
+        "real = runtime.open_runtime\n"
+        "def interrupted(options):\n"
+        "    _thread.interrupt_main()\n"
+        "    return real(options)\n"
+        "runtime.open_runtime = interrupted\n"
+        "try:\n"
+        "    mlxkv.load(sys.argv[1], cache=False)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('stopped')\n"
+    )
+    command = [sys.executable, "-c", script, str(tiny_model("llama"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr

@@ -92,6 +92,13 @@ def test_a_seed_gives_the_same_text_whatever_was_cached(tiny_model, tmp_path):
     assert free[0] != free[1]
 
 
+def test_a_top_p_of_zero_takes_the_likeliest_token(tiny_model):
+    with mlxkv.load(tiny_model("llama"), cache=False) as engine:
+        greedy = mlxkv.generate(engine, tiny.ids(20), max_tokens=8)
+        narrow = mlxkv.generate(engine, tiny.ids(20), max_tokens=8, temperature=1.0, top_p=0.0, seed=1)
+    assert narrow.token_ids == greedy.token_ids
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
