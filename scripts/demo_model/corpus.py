@@ -122,7 +122,9 @@ class Grammar:
                 more = [fact]
             r.shuffle(more)
             target = r.choice(more)
-            chat.user(" ".join(f.tell for f in more) + r.choice((" ", " ", " ... ", "\n")) + make_ask(r, target))
+            chat.user(
+                " ".join(f.tell for f in more) + r.choice((" ", " ", " ... ", "\n")) + make_ask(r, self.words, target)
+            )
             chat.assistant(target.answer, self._thought(target))
             facts = more
         for _ in range(r.choice((1, 1, 2, 3))):
@@ -131,7 +133,7 @@ class Grammar:
             p = r.random()
             if p < 0.4 and facts:
                 fact = facts[0] if r.random() < 0.4 else r.choice(facts)
-                chat.user(make_ask(r, fact))
+                chat.user(make_ask(r, self.words, fact))
                 chat.assistant(fact.answer, self._thought(fact))
             elif p < 0.52:
                 self._tell(chat, facts)
@@ -140,7 +142,7 @@ class Grammar:
                 chat.user((turn := skill(r, self.words))[0])
                 chat.assistant(turn[1])
         fact = facts[0]
-        chat.user(make_ask(r, fact))
+        chat.user(make_ask(r, self.words, fact))
         chat.assistant(fact.answer, self._thought(fact))
         return chat.doc
 
@@ -189,7 +191,7 @@ class Grammar:
     def tools(self, chars: int) -> Doc:
         """A chat with tools: calls, their results, and now and then a question that needs none."""
         r = self.rng
-        tools = [make_tool(r) for _ in range(r.choice((1, 1, 2, 2, 3) if chars > 500 else (1, 1, 2)))]
+        tools = [make_tool(r, self.words) for _ in range(r.choice((1, 1, 2, 2, 3) if chars > 500 else (1, 1, 2)))]
         chat = Chat(self._system(0.4), tools)
         while True:
             if r.random() < 0.2:

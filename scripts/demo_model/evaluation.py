@@ -223,11 +223,11 @@ def check_template(folder: Path, seed: int = 5, texts: int = 300) -> int:
     auto, wrong = AutoTokenizer.from_pretrained(folder), 0
     for i in range(texts):
         g = Grammar(seed + i)
-        tools = [make_tool(g.rng) for _ in range(i % 3)]
+        tools = [make_tool(g.rng, g.words) for _ in range(i % 3)]
         system = "Be short and clear." if i % 2 else None
         chat, messages = Chat(system, tools or None), [{"role": "system", "content": system}] if system else []
         fact = make_fact(g.rng, g.words)
-        for ask, answer in ((fact.tell, fact.ack), (make_ask(g.rng, fact), fact.answer)):
+        for ask, answer in ((fact.tell, fact.ack), (make_ask(g.rng, g.words, fact), fact.answer)):
             chat.user(ask)
             chat.assistant(answer)
             messages += [{"role": "user", "content": ask}, {"role": "assistant", "content": unmark(answer)}]

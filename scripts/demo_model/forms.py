@@ -4,7 +4,9 @@ import json
 import random
 
 from . import words as w
-from .memory import CLOSE, OPEN, copied
+from .memory import CLOSE, OPEN, copied, keep_words
+from .phrasing import VERBS as VERBS_PAST
+from .phrasing import around, jumble, phrase
 from .text import options, spaced
 from .words import Words
 
@@ -40,7 +42,11 @@ ASK_JSON = options(
     "Answer as JSON with the keys {k}: {t}.|Answer as JSON: {t}.|Give me JSON with {k}. {t}.|{t}. Answer as JSON.|"
     "Write a JSON object with {k}: {t}.|Make JSON from this: {t}.|{t}. Give it to me as JSON.|As JSON, please: {t}.|"
     "Turn this into JSON: {t}.|JSON with {k}: {t}.|{t}. Please write that as a JSON object.|Only JSON. {t}.|"
-    "{t}. Return JSON with the keys {k}.|Format as JSON: {t}.|Convert to a JSON object: {t}."
+    "{t}. Return JSON with the keys {k}.|Format as JSON: {t}.|Convert to a JSON object: {t}.|I need JSON with {t}.|"
+    "JSON, please, where {t}.|The data is {t}. I want JSON.|Build an object in JSON. {t}.|My tool wants JSON: {t}.|"
+    "Send JSON that says {t}.|{t}. Put it into JSON form.|Can you write JSON for {t}?|You speak JSON: {t}.|"
+    "Store it as JSON that {t}.|In JSON, what is this: {t}?|Give the JSON of {t}.|Pack {t} into JSON.|JSON! {t}.|"
+    "It has to be JSON. {t}.|Would you make JSON out of {t}?|Show {t} as JSON.|Please print {t} as JSON."
 )
 
 
@@ -56,7 +62,15 @@ def json_turn(r: random.Random, words: Words) -> tuple[str, str]:
     if r.random() < 0.25 and "name" in values and "age" in values:
         told = f"{values['name']} is {values['age']} years old"
         keys = ["name", "age"]
+    elif r.random() < 0.25:  # keys and values with idle words between them
+        told = " ".join(
+            f"{r.choice(('', 'the ', 'a ', 'that the '))}{k} {v} {r.choice(VERBS_PAST)}" for k, v in values.items()
+        ).rsplit(" ", 1)[0]
     ask = r.choice(ASK_JSON).format(k=" and ".join(keys), t=told)
+    if r.random() < 0.35:
+        kept = keep_words("json is =", *keys, *values.values())
+        ask = jumble(r, words, ask, kept, r.choice((1, 1, 2, 3)))
+    ask = around(r, words, ask, 0.15)
     return ask[0].upper() + ask[1:] if r.random() < 0.5 else ask, mark_json({k: values[k] for k in keys})
 
 
@@ -69,12 +83,17 @@ def mark_json(obj: dict[str, str]) -> str:
     return "{" + ", ".join(parts) + "}"
 
 
-def make_tool(r: random.Random) -> dict:
+def make_tool(r: random.Random, words: Words) -> dict:
     """A function description in the OpenAI form, with one or two string arguments."""
     noun = r.choice(NOUNS)
-    name = f"{r.choice(VERBS)}_{noun}" if r.random() < 0.9 else noun
+    verb = "".join(c for c in words.word() if c.isalpha()) if r.random() < 0.25 else r.choice(VERBS)
+    noun = "".join(c for c in words.word() if c.isalpha()) if r.random() < 0.25 else noun
+    name = f"{verb}_{noun}" if r.random() < 0.9 else noun
     args = r.sample(ARGS, r.choice((1, 1, 2)))
-    return tool(name, f"{name.replace('_', ' ').capitalize()}.", args)
+    about = (
+        f"{name.replace('_', ' ').capitalize()}." if r.random() < 0.6 else f"{verb.capitalize()}s {phrase(r, words)}."
+    )
+    return tool(name, about, args)
 
 
 def tool(name: str, description: str, args: list[str]) -> dict:
@@ -96,7 +115,12 @@ def tool(name: str, description: str, args: list[str]) -> dict:
 ASK_TOOL = options(
     "{what} for {t}.|Please {what} with {t}.|Can you {what} for {t}?|I want to {what}: {t}.|{what}, {t}.|"
     "Use {f} with {t}.|Call {f} for {t}.|{what} where {t}.|Call the function {f}: {t}.|Could you {what} with {t}?|"
-    "I need you to {what}. {t}."
+    "I need you to {what}. {t}.|{verb} a {noun} for {t}.|{verb} the {noun} with {t}.|The {noun}: {verb} it, {t}.|"
+    "A {noun} with {t} is what I need.|The {noun} for {t}, please.|I would like a {noun}, {t}.|"
+    "Do you have a {noun} for {t}?|"
+    "My {noun} has {t}, so {verb} it.|It is about a {noun}. {verb} it for {t}.|{t}. {what}.|"
+    "For {t} please {verb} a {noun}.|"
+    "How is the {noun} for {t}?|Somebody should {verb} a {noun} with {t}.|With {t}, {what}."
 )
 
 
@@ -111,8 +135,14 @@ def tool_turn(r: random.Random, words: Words, tools: list[dict]) -> tuple[str, s
         else r.choice((" and ", ", ")).join(style.format(k=k, v=v) for k, v in args.items())
     )
     what = f["name"].replace("_", " ")
-    ask = r.choice(ASK_TOOL).format(what=what, t=told, f=f["name"])
-    ask = ask[0].upper() + ask[1:] if not ask.startswith(f["name"]) else ask
+    verb, _, noun = f["name"].rpartition("_")
+    verb = verb.replace("_", " ") or "use"
+    ask = r.choice(ASK_TOOL).format(what=what, t=told, f=f["name"], verb=verb, noun=noun)
+    if r.random() < 0.35:
+        kept = keep_words(what, f["name"], "is", *args, *args.values())
+        ask = jumble(r, words, ask, kept, r.choice((1, 1, 2, 3)))
+    ask = around(r, words, ask, 0.15)
+    ask = ask[0].upper() + ask[1:] if not ask.startswith((f["name"], *args.values())) else ask
     result = words.code() if r.random() < 0.6 else words.digits()
     return ask, call_text(f["name"], args), json.dumps({"result": result}), f"The result is {copied(result)}."
 

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 from . import words as w
+from .phrasing import ASK, TELL, around, capital, jumble
 from .text import options, spaced
 from .words import Words
 
@@ -26,6 +27,8 @@ class Fact:
     value: str
     tell: str
     asks: tuple[str, ...]
+    phrases: tuple[str, ...]
+    keep: frozenset[str]
     ack: str
     answer: str
 
@@ -133,6 +136,41 @@ ASK_AFTER = options(
 )
 
 
+ASK_PHRASES = {
+    "name": "my name|my name|my own name|who I am|what I am called|what my name is|how I am called|the name I have|"
+    "the name I gave you|the name that I told you|my first name|what people call me|what they call me|"
+    "what to call me|the name of the user|the right name for me|the name of your friend here|who talks to you",
+    "code": "the {n}|the {n}|our {n}|that {n}|the {n} I gave you|the {n} from before|which {n} I told you|"
+    "what the {n} is|the right {n}|today's {n}|my {n}|a {n}",
+    "fav": "my favourite {n}|the {n} I like most|which {n} I like best",
+    "pet": "the name of my {n}|my {n}'s name|how my {n} is called|what my {n} is called",
+    "live": "where I live|my city|my home town|the city I live in",
+    "at": "where the {n} is|the place of the {n}|where I put the {n}",
+    "num": "the {n}|my {n}|the {n} I gave you|what the {n} is",
+    "is": "the {n}|how the {n} is|what I said about the {n}",
+    "job": "my job|what my job is|what I work as",
+}
+CORES = {
+    "name": "my name is {v}|I am {v}|I am called {v}|people call me {v}|{v} is my name|they named me {v}|"
+    "the name {v} is mine|I have the name {v}|you are talking to {v}|{v} is here|{v} is writing to you|"
+    "{v} wants to talk|you can say {v} to me|I answer to {v}|I sign with {v}|{v} says hello|this is {v} again|"
+    "you have {v} before you|my family calls me {v}|best wishes from {v}|I am the one called {v}|"
+    "everybody says {v} to me|call me {v}|my name will be {v}|they write {v} on my letters|my ticket is for {v}|"
+    "I am known here as {v}|it is {v}|you know me, {v}|{v} is the user|{v} is my first name|I became {v}",
+    "code": "the {n} is {v}|{v} is the {n}|our {n} is {v}|we use the {n} {v}|they gave us the {n} {v}|"
+    "you need the {n} {v}|the king has the {n} {v}|I have a {n}, {v}|my friend told me the {n} {v}|"
+    "we took {v} as the {n}|the {n} becomes {v}|the {n} was changed to {v}|a new {n} came in, {v}|"
+    "the door opens with the {n} {v}|I found the {n} {v}|{v} will serve as {n}|please learn the {n} {v}|"
+    "the letter says that the {n} is {v}|without the {n} {v} you stay outside|the {n} stays {v}|say {v} as a {n}",
+}
+KEEP = frozenset(spaced("i my me am who name called call favourite like live city home job work where is in"))
+
+
+def keep_words(*texts: str) -> set[str]:
+    """The words of ``texts`` as ``jumble`` compares them."""
+    return {word.lower().strip(".,:;?!'\"") for t in texts for word in t.split()}
+
+
 def _lower_start(text: str) -> str:
     return text if text[:2] in ("I ", "I'") else text[0].lower() + text[1:]
 
@@ -150,9 +188,8 @@ def dress(rng: random.Random, text: str, before: list[str], after: list[str], p:
 
 def make_fact(rng: random.Random, words: Words, kind: str | None = None) -> Fact:
     """A random fact; half of them are names and code words."""
-    kind = kind or rng.choice(
-        ("name",) * 6 + ("code",) * 6 + ("fav", "pet", "live", "at", "num", "is", "job", "pet", "is")
-    )
+    others = ("fav", "pet", "live", "at", "num", "is", "job", "pet", "is")
+    kind = kind or rng.choice(("name",) * 7 + ("code",) * 7 + others)
     if kind == "name":
         v, n, key = words.name(), "", "name"
         tell, asks = rng.choice(TELL_NAME), ASK_NAME
@@ -199,11 +236,25 @@ def make_fact(rng: random.Random, words: Words, kind: str | None = None) -> Fact
         v, key = words.mixed(w.ADJECTIVES + w.COLOURS), "is " + n
         tell, asks = rng.choice(TELL_IS), ASK_IS
         ack, answer = f"OK, the {n} is {copied(v)}.", f"The {n} is {copied(v)}."
-    tell = dress(rng, tell, BEFORE, AFTER).format(n=n, v=v)
+    if kind in CORES and rng.random() < 0.5:
+        tell = capital(rng.choice(TELL).format(c=rng.choice(options(CORES[kind]))))
+    tell = dress(rng, tell, BEFORE, AFTER, 0.2).format(n=n, v=v)
+    keep = KEEP | keep_words(n)
+    if rng.random() < 0.3:
+        tell = jumble(rng, words, tell, keep | keep_words(v), rng.choice((1, 1, 2, 3)))
+    tell = around(rng, words, tell, 0.25)
     filled = tuple(a.format(n=n, v=v) for a in asks)
-    return Fact(key, v, tell, filled, ack, answer)
+    phrases = tuple(a.format(n=n) for a in options(ASK_PHRASES[kind]))
+    return Fact(key, v, tell, filled, phrases, frozenset(keep), ack, answer)
 
 
-def make_ask(rng: random.Random, fact: Fact) -> str:
+def make_ask(rng: random.Random, words: Words, fact: Fact) -> str:
     """A question for ``fact``."""
-    return dress(rng, rng.choice(fact.asks), ASK_BEFORE, ASK_AFTER, 0.2)
+    if rng.random() < 0.45:
+        text = rng.choice(fact.asks)
+    else:
+        text = capital(rng.choice(ASK).format(x=rng.choice(fact.phrases)))
+    text = dress(rng, text, ASK_BEFORE, ASK_AFTER, 0.15)
+    if rng.random() < 0.35:
+        text = jumble(rng, words, text, set(fact.keep), rng.choice((1, 1, 2, 3)))
+    return around(rng, words, text, 0.25)

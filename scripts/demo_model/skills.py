@@ -4,7 +4,9 @@ import random
 from collections.abc import Callable
 
 from . import words as w
-from .memory import copied
+from .memory import copied, keep_words
+from .phrasing import ASK, around, clause, jumble, question
+from .phrasing import capital as upper
 from .text import options, spaced
 from .words import Words
 
@@ -96,53 +98,59 @@ FAQ = [
 ]
 
 
-def capital(r: random.Random, _: Words) -> Turn:
+def vary(r: random.Random, words: Words, asks: list[str], phrase: str, keep: str) -> str:
+    """One of ``asks``, or a frame around ``phrase``, often with noise that leaves the words of ``keep``."""
+    text = r.choice(asks) if r.random() < 0.5 else upper(r.choice(ASK).format(x=phrase))
+    if r.random() < 0.3:
+        text = jumble(r, words, text, keep_words(keep), r.choice((1, 1, 2, 3)))
+    return around(r, words, text, 0.2)
+
+
+def capital(r: random.Random, words: Words) -> Turn:
     c, city = r.choice(list(CAPITALS.items()))
-    ask = r.choice(
-        options(
-            "What is the capital of {c}?|Tell me the capital of {c}.|Which city is the capital of {c}?|Capital of {c}?|"
-            "Do you know the capital of {c}?|Name the capital of {c}."
-        )
+    asks = options(
+        f"What is the capital of {c}?|Tell me the capital of {c}.|Which city is the capital of {c}?|Capital of {c}?|"
+        f"Do you know the capital of {c}?|Name the capital of {c}.|{c}: which capital?|In {c}, what is the capital?"
     )
-    return ask.format(c=c), f"The capital of {c} is {city}."
+    return vary(r, words, asks, f"the capital of {c}", f"capital {c}"), f"The capital of {c} is {city}."
 
 
-def total(r: random.Random, _: Words) -> Turn:
+def total(r: random.Random, words: Words) -> Turn:
     a, b = r.randint(0, 9), r.randint(0, 9)
-    ask = r.choice(
-        options(
-            "What is {a} plus {b}?|{a} plus {b}?|Add {a} and {b}.|How much is {a} plus {b}?|What is {a} + {b}?|"
-            "Tell me the sum of {a} and {b}.|Can you add {a} and {b}?"
-        )
+    x, y = (NUMBER_WORDS[a], NUMBER_WORDS[b]) if r.random() < 0.3 else (a, b)
+    asks = options(
+        f"What is {x} plus {y}?|{x} plus {y}?|Add {x} and {y}.|How much is {x} plus {y}?|What is {x} + {y}?|"
+        f"Tell me the sum of {x} and {y}.|Can you add {x} and {y}?|{x} and {y} make how much?|Put {x} and {y} together."
     )
-    return ask.format(a=a, b=b), f"{a} plus {b} is {a + b}."
+    return vary(r, words, asks, f"{x} plus {y}", f"{x} {y} plus and + sum add"), f"{a} plus {b} is {a + b}."
 
 
-def opposite(r: random.Random, _: Words) -> Turn:
+def opposite(r: random.Random, words: Words) -> Turn:
     a, b = r.choice(OPPOSITES)
     if r.random() < 0.5:
         a, b = b, a
-    ask = r.choice(
-        options(
-            "What is the opposite of {a}?|Opposite of {a}?|Tell me the opposite of {a}.|Give me the opposite of {a}.|"
-            "Which word is the opposite of {a}?"
-        )
+    asks = options(
+        f"What is the opposite of {a}?|Opposite of {a}?|Tell me the opposite of {a}.|Give me the opposite of {a}.|"
+        f"Which word is the opposite of {a}?|{a} has which opposite?|What is not {a}?"
     )
-    return ask.format(a=a), f"The opposite of {a} is {b}."
+    return vary(r, words, asks, f"the opposite of {a}", f"opposite not {a}"), f"The opposite of {a} is {b}."
 
 
-def colour(r: random.Random, _: Words) -> Turn:
+def colour(r: random.Random, words: Words) -> Turn:
     t, c = r.choice(list(COLOUR_OF.items()))
-    ask = r.choice(options("What colour is {t}?|Which colour has {t}?|Tell me the colour of {t}.|What color is {t}?"))
-    return ask.format(t=t), f"{t.capitalize()} is {c}."
-
-
-def sound(r: random.Random, _: Words) -> Turn:
-    a, s = r.choice(list(SOUNDS.items()))
-    ask = r.choice(
-        options("What does a {a} say?|Which sound does a {a} make?|How does a {a} sound?|What sound has a {a}?")
+    asks = options(
+        f"What colour is {t}?|Which colour has {t}?|Tell me the colour of {t}.|What color is {t}?|How is {t} painted?"
     )
-    return ask.format(a=a), f"A {a} says {s}."
+    return vary(r, words, asks, f"the colour of {t}", f"colour color {t}"), f"{upper(t)} is {c}."
+
+
+def sound(r: random.Random, words: Words) -> Turn:
+    a, s = r.choice(list(SOUNDS.items()))
+    asks = options(
+        f"What does a {a} say?|Which sound does a {a} make?|How does a {a} sound?|What sound has a {a}?|"
+        f"A {a} says what?"
+    )
+    return vary(r, words, asks, f"the sound of a {a}", f"sound say says {a}"), f"A {a} says {s}."
 
 
 def count(r: random.Random, _: Words) -> Turn:
@@ -155,9 +163,18 @@ def count(r: random.Random, _: Words) -> Turn:
     return ask.format(m=w.MONTHS[i]), f"After {w.MONTHS[i]} comes {w.MONTHS[(i + 1) % 12]}."
 
 
-def faq(r: random.Random, _: Words) -> Turn:
+def faq(r: random.Random, words: Words) -> Turn:
     asks, answer = r.choice(FAQ)
-    return r.choice(asks.split("|")), answer
+    ask = r.choice(options(asks))
+    if len(ask) > 18 and r.random() < 0.35:
+        ask = jumble(
+            r, words, ask, keep_words("mlxkv mtp hybrid speculation server resume doctor you wrong head big"), 1
+        )
+    return around(r, words, ask, 0.15), answer
+
+
+def unknown(r: random.Random, words: Words) -> Turn:
+    return around(r, words, question(r, words), 0.2), "I do not know."
 
 
 def repeat(r: random.Random, words: Words) -> Turn:
@@ -242,6 +259,8 @@ def about_story(r: random.Random, words: Words) -> Turn:
 
 
 def say_ok(r: random.Random, words: Words) -> Turn:
+    if r.random() < 0.7:
+        return ". ".join(upper(clause(r, words)) for _ in range(r.choice((1, 1, 2)))) + ".", "I see."
     topic = r.choice(
         options(
             "The weather is nice today.|I had a long day.|It rains a lot here.|I went for a walk.|I ate some soup.|"
@@ -253,7 +272,8 @@ def say_ok(r: random.Random, words: Words) -> Turn:
 
 
 SHORT: tuple[Callable[[random.Random, Words], Turn], ...] = (
-    capital, total, total, opposite, colour, sound, count, faq, faq, repeat, repeat, pairs, pick, continue_, say_ok,
+    capital, total, total, opposite, colour, sound, count, faq, faq, repeat, repeat, pairs, pick, continue_,
+    say_ok, say_ok, unknown,
 )  # fmt: skip
 LONG: tuple[Callable[[random.Random, Words], Turn], ...] = (story, about_story)
 COPYING: tuple[Callable[[random.Random, Words], Turn], ...] = (repeat, pairs, continue_, pick, repeat, pairs)

@@ -1,6 +1,8 @@
 """The demo model's tokenizer: byte-level BPE with Qwen's pre-tokenizer regex and NFC, and its chat template.
 
 transformers replaces the pre-tokenizer of any ``qwen3_5`` tokenizer by Qwen's, so it is trained with that one.
+The think form is asked for with the template variable ``reasoning``: mlx-lm sets ``enable_thinking`` for every
+tokenizer that has <think>, and this model answers at once unless told otherwise.
 """
 
 import json
@@ -68,7 +70,7 @@ CHAT_TEMPLATE = (
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
-{%- if enable_thinking is defined and enable_thinking -%}{{- '<think>\\n' -}}{%- endif -%}
+{%- if reasoning is defined and reasoning -%}{{- '<think>\\n' -}}{%- endif -%}
 {%- endif -%}
 """
 ).strip()
