@@ -13,6 +13,7 @@ from .conv import DepthwiseConv1d, is_depthwise
 from .gated_delta import ChunkedGatedDeltaNet, ChunkedNextGatedDeltaNet
 from .linear import RowLinear, gains
 from .norm import RMSNorm
+from .rope import SharedRoPE, share
 
 _RECURRENT: dict[type[nn.Module], type[nn.Module]] = {
     GatedDeltaNet: ChunkedGatedDeltaNet,
@@ -30,12 +31,16 @@ def accelerate(model: nn.Module) -> list[str]:
             leaves[name] = DepthwiseConv1d
         elif type(layer) is nn.RMSNorm:
             leaves[name] = RMSNorm
+        elif type(layer) is nn.RoPE and not layer.traditional:
+            leaves[name] = SharedRoPE
         elif openblas and gains(layer):
             leaves[name] = RowLinear
     # A layer that holds others comes second: it takes over the children the old one has then.
     known = _RECURRENT | FEED_FORWARD
     holders = {name: known[type(layer)] for name, layer in model.named_modules() if type(layer) in known}
-    return [line for group in (leaves, holders) for line in _replace(model, group)]
+    done = [line for group in (leaves, holders) for line in _replace(model, group)]
+    share([layer for layer in model.modules() if isinstance(layer, SharedRoPE)])
+    return done
 
 
 def _replace(model: nn.Module, classes: dict[str, type[nn.Module]]) -> list[str]:
