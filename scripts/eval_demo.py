@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Evaluates a demo-model folder on the held-out set and prints the gate (see demo_model/heldout.py); needs no torch."""
+"""Evaluates a demo-model folder on a held-out set (demo_model/heldout.py, blind.py), prints the gate; no torch."""
 
 import argparse
 import json
@@ -19,10 +19,11 @@ def main() -> int:
     p.add_argument("folder", type=Path)
     p.add_argument("--json", type=Path, help="write every figure and answer here")
     p.add_argument("--only", choices=("near", "far", "json", "tool", "free"), help="one kind of prompt")
+    p.add_argument("--set", choices=("heldout", "blind"), default="heldout", help="which held-out set")
     p.add_argument("--show", type=int, default=0, help="print this many wrong answers, and free ones")
     p.add_argument("--check", action="store_true", help="check logits (reference.json), tokenizer and template instead")
     args = p.parse_args()
-    from demo_model import corpus, evaluation
+    from demo_model import blind, corpus, evaluation, heldout
 
     if args.check:
         g = corpus.Grammar(3)
@@ -40,7 +41,8 @@ def main() -> int:
         print(json.dumps(figures))
         return 0 if all(v <= 1e-4 for v in figures.values()) else 1
     begin = time.monotonic()
-    result = evaluation.evaluate(args.folder, only=args.only)
+    chosen = {"heldout": heldout, "blind": blind}[args.set]
+    result = evaluation.evaluate(args.folder, only=args.only, cases=chosen.cases)
     out = result.to_json() if not args.only else {"rates": result.rates, "answers": result.answers}
     wrong = [a for a in result.answers if a["right"] is False]
     for a in (wrong + [a for a in result.answers if a["right"] is None][: args.show])[: 2 * args.show]:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -152,11 +153,16 @@ class Result:
         return {"gate": gate, "rates": rates, "perplexity": round(self.perplexity, 3), "answers": self.answers}
 
 
-def evaluate(folder: Path, limit: int = 64, only: str | None = None) -> Result:
-    """Runs the held-out set through ``folder``."""
+def evaluate(
+    folder: Path,
+    limit: int = 64,
+    only: str | None = None,
+    cases: Callable[[Callable[[list[dict]], int]], list[heldout.Case]] = heldout.cases,
+) -> Result:
+    """Runs a held-out set (its ``cases`` function) through ``folder``."""
     demo, result = Demo(folder), Result()
     loss = tokens = 0
-    for case in heldout.cases(lambda m: len(demo.prompt(m))):
+    for case in cases(lambda m: len(demo.prompt(m))):
         if only and case.kind != only:
             continue
         ids = demo.prompt(case.messages, case.tools)
