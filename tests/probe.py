@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -15,6 +16,13 @@ from mlxkv.decode.request import Completion, Request, SamplingParams
 from mlxkv.decode.runtime import Runtime, open_runtime
 
 BLOCK = 8
+#: largest |Δ logit| / largest |logit| that still counts as equal: bits, but on a GPU sums differ by the batch's shape
+TOLERANCE = 1e-3 if os.environ.get("MLXKV_TEST_METAL") else 0.0
+
+
+def equal(a: np.ndarray, b: np.ndarray, tolerance: float = TOLERANCE) -> bool:
+    """Whether two rows of logits are the same, as far as this device promises it."""
+    return bool(np.abs(a - b).max() <= tolerance * np.abs(b).max())
 
 
 def runtime(model: Path, cache_dir: Path | None, **options) -> Runtime:

@@ -6,12 +6,10 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-import numpy as np
-
 from mlxkv.cache.store import PrefixStore
 from mlxkv.decode.runtime import Runtime
 from tests import tiny
-from tests.probe import BLOCK, run, runtime
+from tests.probe import BLOCK, equal, run, runtime
 
 LENGTH = 30
 
@@ -62,7 +60,7 @@ class Written:
     def ask(self, rt: Runtime, *, keep: bool = False):
         """Ask again: the answer must be the cold one, whatever the store holds. Returns (cached tokens, reason)."""
         logits, completion = run(rt, self.tokens, keep=keep)
-        assert np.array_equal(logits, self.cold)
+        assert equal(logits, self.cold)
         if keep:
             assert rt.store.writer.flush(10)
         return completion.usage.cached_tokens, completion.cache.miss_reason

@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from mlxkv.cache.record import Reader
 from mlxkv.decode.request import Request, SamplingParams
 from tests import tiny
 from tests.cache.stores import LENGTH, Written, prompt, records, reopened
-from tests.probe import Probe, run, runtime
+from tests.probe import Probe, equal, run, runtime
 
 N1 = LENGTH - 1
 
@@ -67,7 +66,7 @@ def test_killed_while_several_processes_write(written, tiny_model, tmp_path):
     while time.monotonic() < end:
         tokens = [1] * 12 + [1 + int(b) for b in bin(time.monotonic_ns() % 4096)[2:]]
         cold, _ = run(rt, tokens, use_cache=False)
-        assert np.array_equal(run(rt, tokens)[0], cold)
+        assert equal(run(rt, tokens)[0], cold)
     for child in children:
         assert child.poll() is None, child.stderr.read()
         child.send_signal(signal.SIGKILL)
@@ -188,7 +187,7 @@ def test_a_full_disk_ends_writing_and_says_so_once(written, tmp_path, monkeypatc
     with monkeypatch.context() as m:
         m.setattr(os, call, full_disk)
         for _ in range(3):
-            assert np.array_equal(run(rt, other)[0], cold)
+            assert equal(run(rt, other)[0], cold)
             assert rt.store.writer.flush(10)
     assert "No space left" in rt.store.writer.stopped_because
     assert sum("stops writing" in r.message for r in caplog.records) == 1
@@ -245,5 +244,5 @@ def test_a_full_queue_is_refused_not_waited_for(written, tmp_path, monkeypatch):
     assert rt.store.writer.counters.refused_bytes > 0
     for seed in range(4):
         cold, _ = run(rt, prompt(seed=20 + seed), use_cache=False)
-        assert np.array_equal(run(rt, prompt(seed=20 + seed))[0], cold)
+        assert equal(run(rt, prompt(seed=20 + seed))[0], cold)
     rt.store.close()

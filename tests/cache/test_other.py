@@ -9,13 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mlxkv.decode.request import Request, SamplingParams
 from tests import tiny
 from tests.cache.stores import LENGTH, Written, records, reopened
-from tests.probe import Probe, run, runtime
+from tests.probe import Probe, equal, run, runtime
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +25,10 @@ def written(tiny_model, tmp_path_factory):
 def ask(rt, tokens):
     cold, _ = run(rt, tokens, use_cache=False)
     logits, completion = run(rt, tokens)
-    assert np.array_equal(logits, cold)
+    assert equal(logits, cold)
     rt.store.writer.flush()
     again, hit = run(rt, tokens)
-    assert np.array_equal(again, cold) and hit.cache.miss_reason is None
+    assert equal(again, cold) and hit.cache.miss_reason is None
     rt.store.close()
     assert (completion.usage.cached_tokens, completion.cache.source) == (0, "none")
     return completion.cache.miss_reason

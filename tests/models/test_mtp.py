@@ -10,7 +10,7 @@ from mlxkv.cache.state import PositionError
 from mlxkv.models import load, mtp
 from mlxkv.models.folder import read_json
 from tests import headed, tiny
-from tests.probe import BLOCK, probe, run, runtime
+from tests.probe import BLOCK, equal, probe, run, runtime
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_head_logits_after_a_resume_are_the_cold_ones(model, tmp_path, n):
     rt = runtime(model, tmp_path, prefill_chunk=7)
     resumed = probe(rt, tokens, keep=False)
     assert resumed.completion.usage.cached_tokens == (n - 1 if n > 2 else 0)  # one token gives a head no row yet
-    assert np.array_equal(head_logits(resumed, rt, 9), head_logits(cold(rt, tokens), rt, 9))
+    assert equal(head_logits(resumed, rt, 9), head_logits(cold(rt, tokens), rt, 9))
     rt.store.close()
 
 
@@ -115,7 +115,7 @@ def test_prompts_that_differ_only_in_token_p_share_everything_at_p(model, tmp_pa
         prompt = [*tokens[:p], other]
         shared = probe(rt, prompt, keep=False)
         assert shared.completion.usage.cached_tokens == p
-        assert np.array_equal(head_logits(shared, rt, 3), head_logits(cold(rt, prompt), rt, 3))
+        assert equal(head_logits(shared, rt, 3), head_logits(cold(rt, prompt), rt, 3))
     rt.store.close()
 
 
@@ -127,7 +127,7 @@ def test_long_answers_keep_the_head_in_step(model, tmp_path):
     prompt = [*tokens, *answer, 5]
     resumed = probe(rt, prompt, keep=False)
     assert resumed.completion.usage.cached_tokens == len(prompt) - 2
-    assert np.array_equal(head_logits(resumed, rt, 3), head_logits(cold(rt, prompt), rt, 3))
+    assert equal(head_logits(resumed, rt, 3), head_logits(cold(rt, prompt), rt, 3))
     rt.store.close()
 
 
