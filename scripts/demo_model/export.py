@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
@@ -117,6 +118,18 @@ def read(checkpoint: Path) -> tuple[DemoModel, dict]:
     return model.eval(), state
 
 
+def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], tuple[int, int, int], dict[str, int]]:
+    """The parameters of an exported folder under their names here, its sizes, and the steps and tokens behind it."""
+    with safe_open(str(folder / "model.safetensors"), "pt") as file:
+        made = file.metadata() or {}
+        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
+    body = "model.language_model."
+    weights = {"body." + n.removeprefix(body) if n.startswith(body) else n: w for n, w in weights.items()}
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    sizes = (text["hidden_size"], text["intermediate_size"], text["num_hidden_layers"])
+    return weights, sizes, {key: int(made.get(key, 0)) for key in ("step", "tokens")}
+
+
 def export(checkpoint: Path, folder: Path, reference: bool = False) -> None:
     """Writes config, weights, tokenizer, template and model card of ``checkpoint`` to ``folder``.
 
@@ -129,7 +142,8 @@ def export(checkpoint: Path, folder: Path, reference: bool = False) -> None:
     generation = {"do_sample": False, "eos_token_id": tokenizer.EOS, "pad_token_id": tokenizer.EOT}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     kept = tensors(model)
-    save_file(kept, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    made = {"format": "pt", "step": str(state["step"]), "tokens": str(state["tokens"])}
+    save_file(kept, str(folder / "model.safetensors"), metadata=made)
     tok = Tokenizer.from_file(str(checkpoint.parent / "tokenizer.json"))
     tokenizer.save(tok, folder)
     count = sum(v.numel() for v in kept.values())

@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,6 +110,12 @@ class Trainer:
             )
         if args.resume:
             self.load(self.out / "checkpoint.pt")
+        elif args.start:
+            from .export import read_folder
+
+            weights, _, made = read_folder(Path(args.start).expanduser())
+            self.model.load_state_dict(weights)
+            self.step, self.tokens = made["step"], made["tokens"]
 
     def _stop(self, *_: object) -> None:
         self.stopping = True
@@ -237,6 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
     p.add_argument("--replan", action="store_true", help="with --resume: a new plan of --minutes from here")
+    p.add_argument("--start", help="begin from the weights of an exported folder (the committed ones), with a new plan")
     p.add_argument("--procs", type=int, default=2)
     p.add_argument("--lr", type=float, default=5e-3)
     p.add_argument("--batch-tokens", type=int, default=2048, help="tokens per process and step")
@@ -261,12 +269,24 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out).expanduser().resolve()
     if Path(__file__).resolve().parents[2] in (out, *out.parents):
         p.error("--out must lie outside the repository")
+    if args.start:
+        from .export import read_folder
+
+        if args.resume:
+            p.error("--start begins anew; it does not go with --resume")
+        args.replan = True
+        args.hidden, args.intermediate, args.layers = read_folder(Path(args.start).expanduser())[1]
     children = []
     if args.rank == 0:
+        if args.start and (out / "checkpoint.pt").exists():
+            p.error(f"{out} has a checkpoint already: --resume it, or name another --out")
         out.mkdir(parents=True, exist_ok=True)
         if found := corpus.check_heldout():
             print("held-out text in the training grammar:", *found, sep="\n  ", file=sys.stderr)
             return 1
+        if args.start:
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copy(Path(args.start).expanduser() / name, out / name)
         if not (out / "tokenizer.json").exists():
             grammar = corpus.Grammar(args.seed)
             docs = [grammar.draw("mix", n) for n in (256, 256, 256, 1024) for _ in range(2500)]
