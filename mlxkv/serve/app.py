@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -17,33 +14,13 @@ from . import errors
 from .chat import complete
 from .guard import BodyLimit, HostGuard
 from .schema import ChatRequest
+from .server import Server
 
 if TYPE_CHECKING:
     from ..decode.engine import Engine
 
 #: bytes of a request body; a million tokens of text are about 4 MB
 MAX_BODY = 32 * 2**20
-
-
-@dataclass
-class Server:
-    """One engine and how it is offered. ``defaults``: what a request gets for the sampling fields it leaves out."""
-
-    engine: Engine
-    model_name: str
-    defaults: SamplingParams = field(default_factory=SamplingParams)
-    use_cache: bool = True
-    on_device_error: Callable[[DeviceError], None] | None = None
-    started: int = field(default_factory=lambda: int(time.time()))
-
-    def serves(self, model: str) -> bool:
-        """Whether a request's ``model`` is the one that runs here: its name, its path, or the last part of either."""
-        path = str(self.engine.info.path)
-        return model in {self.model_name, path, Path(self.model_name).name, Path(path).name}
-
-    def model_object(self) -> dict[str, Any]:
-        """The model as ``/v1/models`` lists it."""
-        return {"id": self.model_name, "object": "model", "created": self.started, "owned_by": "mlxkv"}
 
 
 def create_app(

@@ -21,7 +21,7 @@ from .schema import ChatRequest
 
 if TYPE_CHECKING:
     from ..decode.engine import Ticket
-    from .app import Server
+    from .server import Server
 
 log = logging.getLogger("mlxkv.serve")
 

@@ -10,43 +10,13 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.utils import load_model, load_tokenizer
+
+from mlxkv.models import mtp
 
 from . import heldout
 
 BARS = {"recall near": 0.90, "recall at 600": 0.75, "first draft": 0.94, "second draft": 0.86, "forms": 0.95}
-
-
-class Head(nn.Module):
-    """MTP head on mlx-lm's own decoder layer; x_t = fc([norm(E[tok_t+1]), norm(h_t)]), m_t = norm(layer(x_t))."""
-
-    def __init__(self, args) -> None:
-        super().__init__()
-        h, eps = args.hidden_size, args.rms_norm_eps
-        self.fc = nn.Linear(2 * h, h, bias=False)
-        self.layers = [DecoderLayer(args, args.full_attention_interval - 1)]
-        self.norm = nn.RMSNorm(h, eps)
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = nn.RMSNorm(h, eps), nn.RMSNorm(h, eps)
-
-    def __call__(self, embedded: mx.array, hidden: mx.array, cache: KVCache) -> mx.array:
-        """``embedded``, ``hidden`` [1, T, H] -> m [1, T, H]; T entries are added to ``cache``."""
-        x = self.fc(mx.concatenate([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))
-        return self.norm(self.layers[0](x, "causal" if x.shape[1] > 1 else None, cache))
-
-
-def load_head(folder: Path, args) -> Head:
-    """The head of a checkpoint whose norm weights are stored as w - 1 (its conv1d is in PyTorch's layout)."""
-    weights: dict[str, mx.array] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        weights.update(mx.load(str(file)))
-    conv = next(v for k, v in weights.items() if k.endswith("conv1d.weight"))
-    shift = 1.0 if conv.shape[-1] != 1 else 0.0
-    kept = [(k.removeprefix("mtp."), v.astype(mx.float32)) for k, v in weights.items() if k.startswith("mtp.")]
-    head = Head(args)
-    head.load_weights([(k, v + shift if v.ndim == 1 else v) for k, v in kept])
-    mx.eval(head.parameters())
-    return head.eval()
 
 
 @dataclass
@@ -63,11 +33,14 @@ class Demo:
     """A loaded folder: body, head and tokenizer."""
 
     def __init__(self, folder: Path) -> None:
-        model, _ = load_model(folder)
+        model, config = load_model(folder)
         model.set_dtype(mx.float32)
         self.model, self.inner = model.eval(), model.language_model.model
         self.embed = self.inner.embed_tokens
-        self.head = load_head(folder, model.language_model.args)
+        head = mtp.load(folder, config, mx.float32)
+        if head is None:
+            raise SystemExit(f"{folder} has no MTP head that can be used: {mtp.find(folder, config).reason}")
+        self.head = head
         self.tok = load_tokenizer(folder)
 
     def prompt(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
