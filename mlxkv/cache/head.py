@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from .state import Arrays, Member, OwnCache, PositionError
+from .state import Arrays, Growing, Member, OwnCache, PositionError
 
 Run = Callable[[mx.array, mx.array, Any], mx.array]
 
@@ -43,17 +43,13 @@ class HeadCache(OwnCache):
 
     def catch_up(self) -> None:
         """Make the rows up to seen − 1; one hidden state is left waiting for its token."""
+        if len(self.hidden) > 1:
+            self.tokens, self.hidden = [mx.concatenate(self.tokens, axis=1)], [mx.concatenate(self.hidden, axis=1)]
         if self.seen - self.kv.offset < 2:
-            self._join()
             return
-        self._join()
         tokens, hidden = self.tokens[0], self.hidden[0]
         self.run(tokens[:, 1:], hidden[:, :-1], self.kv)
         self.tokens, self.hidden = [tokens[:, -1:]], [hidden[:, -1:]]
-
-    def _join(self) -> None:
-        if len(self.hidden) > 1:
-            self.tokens, self.hidden = [mx.concatenate(self.tokens, axis=1)], [mx.concatenate(self.hidden, axis=1)]
 
     def members(self, path: tuple[int, ...]) -> list[Member]:
         return [HeadRows(self, (*path, 0)), HeadHidden(self, (*path, 1))]
@@ -80,19 +76,21 @@ class HeadRows(_HeadMember):
     kind = "head"
     record = "rows"
 
+    def __init__(self, cache: HeadCache, path: tuple[int, ...]) -> None:
+        super().__init__(cache, path)
+        self._rows = Growing(cache.kv, path)
+
     def reserve(self, capacity: int) -> None:
-        self.cache.kv.step = capacity
+        self._rows.reserve(capacity)
 
     def arrays(self) -> Arrays:
-        keys, values = self.cache.kv.keys, self.cache.kv.values
-        return {} if keys is None or values is None else {"keys": keys, "values": values}
+        return self._rows.arrays()
 
     def hold(self) -> Any:
-        kv = self.cache.kv
-        return (None if kv.keys is None else kv.keys[:], None if kv.values is None else kv.values[:], kv.offset)
+        return self._rows.hold()
 
     def put_back(self, held: Any) -> None:
-        self.cache.kv.keys, self.cache.kv.values, self.cache.kv.offset = held
+        self._rows.put_back(held)
 
     def catch_up(self) -> None:
         self.cache.catch_up()
@@ -108,10 +106,8 @@ class HeadRows(_HeadMember):
         return out
 
     def resume(self, arrays: Arrays, position: int) -> None:
-        kv = self.cache.kv
         # the zero row exists in records only
-        kv.keys, kv.values = (mx.contiguous(arrays[name][..., 1:, :]) for name in ("keys", "values"))
-        kv.offset = position - 1
+        self._rows.resume({name: mx.contiguous(array[..., 1:, :]) for name, array in arrays.items()}, position - 1)
         self.cache.seen = position
 
 

@@ -22,7 +22,7 @@ from .keys import Identity, KeySpace, answer_digest
 from .layout import Layout, tensor_name
 from .planner import Plan
 from .record import Body, Meta
-from .state import PositionError, SequenceState
+from .state import Member, PositionError, SequenceState
 from .writer import Draft
 
 log = logging.getLogger("mlxkv.cache")
@@ -108,15 +108,7 @@ class Recorder:
         if self._dead or a >= b:
             return
         self.state.catch_up()
-        lazy = {
-            tensor_name(spec, name): array
-            for member, spec in zip(self.state.members or (), self.layout.members, strict=True)
-            if member.record != "state"
-            for name, array in member.rows(a, b).items()
-        }
-        if lazy.keys() != {t.name for t in (*self.layout.tensors("rows"), *self.layout.tensors("window"))}:
-            return  # a head has no row before its second token
-        arrays = self._out(lazy)
+        arrays = self._capture(("rows", "window"), lambda member: member.rows(a, b))
         if arrays is None:
             return
         self._rows.append(_Rows(a, b, arrays))
@@ -139,18 +131,9 @@ class Recorder:
         if parent is None:
             return  # restored to exactly this full block: it is stored already
         key = self.space.key(parent, self.tokens[start:position])
-        rows_stored, state_stored = self.stored(key)
         state: HostArrays | None = None
-        if self.layout.needs_state and not state_stored and self._kept != position:
-            lazy = {
-                tensor_name(spec, name): array
-                for member, spec in zip(self.state.members or (), self.layout.members, strict=True)
-                if member.record == "state"
-                for name, array in member.arrays().items()
-            }
-            if lazy.keys() != {t.name for t in self.layout.tensors("state")}:
-                return  # a slot is empty here: nothing to resume from
-            state = self._out(lazy)
+        if self.layout.needs_state and self._kept != position and not self.stored(key)[1]:
+            state = self._capture(("state",), lambda member: member.arrays())
             if state is None:
                 return
             self._kept = position
@@ -254,8 +237,20 @@ class Recorder:
             out[name] = (parts[0].arrays[name][0], np.ascontiguousarray(np.concatenate(slices, axis=2)))
         return out
 
-    def _out(self, lazy: dict[str, mx.array]) -> HostArrays | None:
-        """Private host copies, taken after a barrier; None, and nothing more is recorded, if a value is not finite."""
+    def _capture(self, kinds: tuple[str, ...], read: Callable[[Member], dict[str, mx.array]]) -> HostArrays | None:
+        """Private host copies, taken after a barrier, of what ``read`` gives for the members of these record kinds.
+
+        None if a member holds nothing yet (an empty slot, a head before its second token): there is nothing to resume
+        from. None too, and nothing more is recorded, if a value is not finite.
+        """
+        lazy = {
+            tensor_name(spec, name): array
+            for member, spec in zip(self.state.members or (), self.layout.members, strict=True)
+            if member.record in kinds
+            for name, array in read(member).items()
+        }
+        if lazy.keys() != {t.name for kind in kinds for t in self.layout.tensors(kind)}:
+            return None
         finite = [mx.isfinite(a).all() for a in lazy.values() if mx.issubdtype(a.dtype, mx.floating)]
         mx.eval(list(lazy.values()), finite)
         self.barrier()
