@@ -86,10 +86,13 @@ class Engine:
         self.info: EngineInfo
         self.tokenizer: Any = None
         self._thread = threading.Thread(target=self._main, name="mlxkv-engine", daemon=True)
-        self._thread.start()
         atexit.register(self.close)
         try:
+            self._thread.start()
             self._ready.wait()
+        except Exception:  # no thread could be started
+            atexit.unregister(self.close)
+            raise
         except BaseException:  # Ctrl-C: the thread ends once the model is loaded, the process not before
             self._closing = True
             raise

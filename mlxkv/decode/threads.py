@@ -24,8 +24,18 @@ def join_fully(thread: threading.Thread, patience: float = 10.0) -> None:
     MLX keeps Python objects in thread-local storage and frees them while the system thread ends, for which it needs the
     interpreter: one that is shutting down then ends the process ("terminate called without an active exception").
     From Python 3.13 on ``join`` itself waits for the system thread.
+
+    A thread whose ``start()`` was interrupted (Ctrl-C) may run or may never run: it gets ``patience`` to begin.
     """
-    thread.join()
+    until = time.monotonic() + patience
+    while True:
+        try:
+            thread.join()
+            break
+        except RuntimeError:  # not begun yet
+            if time.monotonic() > until:
+                return
+            time.sleep(0.001)
     if sys.version_info >= (3, 13):
         return
     task = Path(f"/proc/self/task/{thread.native_id}")

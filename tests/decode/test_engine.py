@@ -273,15 +273,29 @@ def test_a_script_that_used_an_engine_ends_cleanly(ending, tiny_model, tmp_path)
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
-def test_ctrl_c_while_loading_ends_cleanly(tiny_model):
+@pytest.mark.parametrize("moment", ["before the thread runs", "while the model loads"])
+def test_ctrl_c_while_loading_ends_cleanly(moment, tiny_model):
     script = (
-        "import _thread, sys, mlxkv\n"
+        "import _thread, sys, threading, time, mlxkv\n"
         "from mlxkv.decode import runtime\n"
         "real = runtime.open_runtime\n"
         "def interrupted(options):\n"
         "    _thread.interrupt_main()\n"
         "    return real(options)\n"
         "runtime.open_runtime = interrupted\n"
+    )
+    if moment == "before the thread runs":  # Thread.start() waits for the thread to say that it runs
+        script += (
+            "bootstrap = threading.Thread._bootstrap\n"
+            "def late(self):\n"
+            "    if self.name == 'mlxkv-engine':\n"
+            "        time.sleep(0.2)\n"
+            "        _thread.interrupt_main()\n"
+            "    bootstrap(self)\n"
+            "threading.Thread._bootstrap = late\n"
+            "runtime.open_runtime = real\n"
+        )
+    script += (
         "try:\n"
         "    mlxkv.load(sys.argv[1], cache=False)\n"
         "except KeyboardInterrupt:\n"
