@@ -295,12 +295,7 @@ def test_ctrl_c_while_loading_ends_cleanly(moment, tiny_model):
             "threading.Thread._bootstrap = late\n"
             "runtime.open_runtime = real\n"
         )
-    script += (
-        "try:\n"
-        "    mlxkv.load(sys.argv[1], cache=False)\n"
-        "except KeyboardInterrupt:\n"
-        "    print('stopped')\n"
-    )
+    script += "try:\n    mlxkv.load(sys.argv[1], cache=False)\nexcept KeyboardInterrupt:\n    print('stopped')\n"
     command = [sys.executable, "-c", script, str(tiny_model("llama"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
