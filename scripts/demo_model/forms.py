@@ -7,7 +7,7 @@ from . import words as w
 from .memory import CLOSE, OPEN, copied, keep_words
 from .phrasing import VERBS as VERBS_PAST
 from .phrasing import around, jumble, phrase
-from .text import options, spaced
+from .text import lines, options, spaced
 from .words import Words
 
 NOUNS = spaced(
@@ -50,6 +50,12 @@ ASK_JSON = options(
 )
 
 
+_JSON = lines("json.txt")
+ASK_JSON += [t for t in _JSON if "{t}" in t]
+ASK_KEYS = {n: [t for t in _JSON if "{k1}" in t and ("{k2}" in t) == (n == 2)] for n in (1, 2)}
+WRITTEN = {t["name"]: t for t in map(json.loads, lines("tools.jsonl"))}
+
+
 def json_turn(r: random.Random, words: Words) -> tuple[str, str]:
     """A request for JSON and the object, one line, in the order of the keys."""
     keys = r.sample(JSON_KEYS, r.choice((1, 2, 2, 3, 3, 4)))
@@ -57,6 +63,11 @@ def json_turn(r: random.Random, words: Words) -> tuple[str, str]:
         keys[r.randrange(len(keys))] = words.word()
     keys = list(dict.fromkeys(keys))
     values = {k: value_of(r, words, k) for k in keys}
+    if len(keys) <= 2 and r.random() < 0.6:
+        ask = r.choice(ASK_KEYS[len(keys)])
+        named = {f"k{i}": k for i, k in enumerate(values, 1)} | {f"v{i}": v for i, v in enumerate(values.values(), 1)}
+        ask = ask.format(**named)
+        return _ask_json(r, words, ask, keys, values)
     tell = r.choice(TELL)
     told = r.choice((", ", " and ", "; ")).join(tell.format(k=k, v=v) for k, v in values.items())
     if r.random() < 0.25 and "name" in values and "age" in values:
@@ -66,7 +77,10 @@ def json_turn(r: random.Random, words: Words) -> tuple[str, str]:
         told = " ".join(
             f"{r.choice(('', 'the ', 'a ', 'that the '))}{k} {v} {r.choice(VERBS_PAST)}" for k, v in values.items()
         ).rsplit(" ", 1)[0]
-    ask = r.choice(ASK_JSON).format(k=" and ".join(keys), t=told)
+    return _ask_json(r, words, r.choice(ASK_JSON).format(k=" and ".join(keys), t=told), keys, values)
+
+
+def _ask_json(r: random.Random, words: Words, ask: str, keys: list[str], values: dict[str, str]) -> tuple[str, str]:
     if r.random() < 0.35:
         kept = keep_words("json is =", *keys, *values.values())
         ask = jumble(r, words, ask, kept, r.choice((1, 1, 2, 3)))
@@ -85,6 +99,9 @@ def mark_json(obj: dict[str, str]) -> str:
 
 def make_tool(r: random.Random, words: Words) -> dict:
     """A function description in the OpenAI form, with one or two string arguments."""
+    if r.random() < 0.5:
+        known = r.choice(list(WRITTEN.values()))
+        return tool(known["name"], known["description"], known["args"])
     noun = r.choice(NOUNS)
     verb = "".join(c for c in words.word() if c.isalpha()) if r.random() < 0.25 else r.choice(VERBS)
     noun = "".join(c for c in words.word() if c.isalpha()) if r.random() < 0.25 else noun
@@ -137,7 +154,11 @@ def tool_turn(r: random.Random, words: Words, tools: list[dict]) -> tuple[str, s
     what = f["name"].replace("_", " ")
     verb, _, noun = f["name"].rpartition("_")
     verb = verb.replace("_", " ") or "use"
-    ask = r.choice(ASK_TOOL).format(what=what, t=told, f=f["name"], verb=verb, noun=noun)
+    known = WRITTEN.get(f["name"])
+    if known and known["args"] == list(args) and r.random() < 0.7:
+        ask = r.choice(known["asks"]).format(**args)
+    else:
+        ask = r.choice(ASK_TOOL).format(what=what, t=told, f=f["name"], verb=verb, noun=noun)
     if r.random() < 0.35:
         kept = keep_words(what, f["name"], "is", *args, *args.values())
         ask = jumble(r, words, ask, kept, r.choice((1, 1, 2, 3)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from . import words as w
 from .phrasing import ASK, TELL, around, capital, jumble
-from .text import options, spaced
+from .text import lines, options, spaced
 from .words import Words
 
 OPEN, CLOSE = "\x01", "\x02"
@@ -163,6 +163,7 @@ CORES = {
     "the door opens with the {n} {v}|I found the {n} {v}|{v} will serve as {n}|please learn the {n} {v}|"
     "the letter says that the {n} is {v}|without the {n} {v} you stay outside|the {n} stays {v}|say {v} as a {n}",
 }
+WRITTEN = {kind: (lines(f"tell_{kind}.txt"), tuple(lines(f"ask_{kind}.txt"))) for kind in ("name", "code")}
 KEEP = frozenset(spaced("i my me am who name called call favourite like live city home job work where is in"))
 
 
@@ -236,7 +237,10 @@ def make_fact(rng: random.Random, words: Words, kind: str | None = None) -> Fact
         v, key = words.mixed(w.ADJECTIVES + w.COLOURS), "is " + n
         tell, asks = rng.choice(TELL_IS), ASK_IS
         ack, answer = f"OK, the {n} is {copied(v)}.", f"The {n} is {copied(v)}."
-    if kind in CORES and rng.random() < 0.5:
+    p = rng.random()
+    if kind in WRITTEN and p < 0.5:
+        tell, asks = rng.choice(WRITTEN[kind][0]), WRITTEN[kind][1] if rng.random() < 0.7 else asks
+    elif kind in CORES and p < 0.75:
         tell = capital(rng.choice(TELL).format(c=rng.choice(options(CORES[kind]))))
     tell = dress(rng, tell, BEFORE, AFTER, 0.2).format(n=n, v=v)
     keep = KEEP | keep_words(n)
@@ -250,7 +254,7 @@ def make_fact(rng: random.Random, words: Words, kind: str | None = None) -> Fact
 
 def make_ask(rng: random.Random, words: Words, fact: Fact) -> str:
     """A question for ``fact``."""
-    if rng.random() < 0.45:
+    if rng.random() < 0.55:
         text = rng.choice(fact.asks)
     else:
         text = capital(rng.choice(ASK).format(x=rng.choice(fact.phrases)))
