@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,15 +76,19 @@ def test_ctrl_c_in_decoding_keeps_what_came(slow_model):
 def test_ctrl_c_in_prefill_ends_soon_and_prints_the_object(slow_model, tmp_path):
     (tmp_path / "ids.json").write_text(json.dumps(tiny.ids(4000)))
     args = ("--prompt-tokens", tmp_path / "ids.json", "--model", slow_model, "--json", "--cache-dir", tmp_path / "c")
-    with start("run", *args, env=os.environ | {"MLXKV_PREFILL_CHUNK": "32"}) as process:
-        began = time.monotonic()
-        while not (tmp_path / "c").exists() and time.monotonic() - began < 30:
-            time.sleep(0.02)  # the store opens when the model is loaded
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
+    for patience in (0.3, 1.0, 3.0):
+        with start("run", *args, env=os.environ | {"MLXKV_PREFILL_CHUNK": "32"}) as process:
+            began = time.monotonic()
+            while not (tmp_path / "c" / "index.sqlite").exists() and time.monotonic() - began < 30:
+                time.sleep(0.02)  # the store opens when the model is loaded
+            time.sleep(patience)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert "Traceback" not in err
+        if out:  # nothing is printed for a request that was not even asked yet, as on a busy machine
+            break
+        shutil.rmtree(tmp_path / "c")
     found = json.loads(out)
     assert (found["finish_reason"], found["token_ids"]) == ("cancelled", [])
 
