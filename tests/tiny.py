@@ -21,8 +21,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
+from tests.architectures import ARCHITECTURES, MORE, SUITE, VOCAB
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-VOCAB = 320  # 256 bytes, 61 merges, 3 special tokens: every id has a token
 EOS = VOCAB - 1
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -34,95 +35,16 @@ _PAIRS = (
     "Ġ g,Ġ T,c t,Ġ S,i d,o t,Ġ I,u t,e t"
 )
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-_CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"rope_theta": 10000.0, "num_hidden_layers": 2},
-    "gemma3_text": _COMMON
-    | {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32, "rope_theta": 10000.0},
-    "qwen3_5": {
-        "text_config": _COMMON
-        | {
-            "model_type": "qwen3_5_text",
-            "full_attention_interval": 2,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-            "linear_conv_kernel_dim": 4,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        }
-    },
-    "falcon_h1": _COMMON
-    | {
-        "num_hidden_layers": 2,
-        "tie_word_embeddings": True,
-        "embedding_multiplier": 1.0,
-        "lm_head_multiplier": 1.0,
-        "mamba_d_conv": 4,
-        "mamba_d_head": 32,
-        "mamba_d_ssm": 64,
-        "mamba_d_state": 32,
-        "mamba_n_groups": 1,
-        "mamba_n_heads": 2,
-        "rope_theta": 10000.0,
-    },
-    "nemotron_h": _COMMON
-    | {
-        "hybrid_override_pattern": ["M", "*", "-", "M"],
-        "attention_bias": False,
-        "mamba_num_heads": 2,
-        "mamba_head_dim": 32,
-        "mamba_proj_bias": False,
-        "ssm_state_size": 32,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "mlp_bias": False,
-        "layer_norm_epsilon": 1e-5,
-        "use_bias": False,
-        "use_conv_bias": True,
-    },
-    "lfm2": _COMMON
-    | {
-        "tie_word_embeddings": True,
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 64,
-        "block_ff_dim": 128,
-        "block_multiple_of": 32,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-        "full_attn_idxs": [1, 3],
-    },
-}
-ARCHS = tuple(_CONFIGS)
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "falcon_h1": "FalconH1ForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-}
+ARCHS = tuple(SUITE)
+MORE_ARCHS = tuple(MORE)
 
 
 def config(arch: str, **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model; an override goes to ``text_config`` if the key stands there."""
-    made = json.loads(json.dumps(_CONFIGS[arch]))  # a deep copy
+    made = json.loads(json.dumps((SUITE | MORE)[arch]))  # a deep copy
     made |= {
         "model_type": arch,
-        "architectures": [_ARCHITECTURES[arch]],
+        "architectures": [ARCHITECTURES.get(arch, arch)],
         "dtype": "float32",
         "eos_token_id": VOCAB - 1,
         "pad_token_id": VOCAB - 3,
@@ -141,10 +63,12 @@ def build(arch: str, *, seed: int = 0, **overrides: Any) -> tuple[nn.Module, dic
     weights = {}
     for i, (name, old) in enumerate(sorted(tree_flatten(model.parameters()))):
         weights[name] = _weight(name, old, mx.random.key(seed * 100_003 + i))
-    if made.get("tie_word_embeddings"):
-        _quiet_special(weights, "model.embed_tokens.weight", 0.4)
-    else:
-        _quiet_special(weights, next(k for k in weights if k.endswith("lm_head.weight")), 1.0)
+    if head := next((k for k in weights if k.endswith("lm_head.weight")), None):
+        _quiet_special(weights, head, 1.0)
+    else:  # tied
+        _quiet_special(
+            weights, next(k for k in weights if k.endswith((".embed_tokens.weight", ".embeddings.weight"))), 0.4
+        )
     model.update(tree_unflatten(list(weights.items())))
     model.eval()
     mx.eval(model.parameters())

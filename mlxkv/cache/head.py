@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from .state import Arrays, Growing, Member, OwnCache, PositionError
+from .kinds import Growing
+from .member import Arrays, Member, OwnCache, PositionError
 
 Run = Callable[[mx.array, mx.array, Any], mx.array]
 

@@ -14,9 +14,15 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import MlxkvError
-from .state import Member, SequenceState, members_of
+from .kinds import members_of
+from .member import Member
+from .state import SequenceState
 
-RECORD_KINDS = ("rows", "window", "state")
+#: records that hold a span of rows, and all
+ROW_KINDS = ("rows", "window")
+RECORD_KINDS = (*ROW_KINDS, "state")
+#: tokens run, one after the other, until two forwards in a row leave the same shapes
+_PROBE = (2, *[1] * 16)
 
 #: safetensors dtype name, MLX dtype, and the numpy dtype with the same bytes (numpy has no bfloat16)
 _DTYPES: list[tuple[str, mx.Dtype, Any]] = [
@@ -62,6 +68,16 @@ class MemberSpec:
     keep: int
     tensors: tuple[TensorSpec, ...]
 
+    def needs(self, position: int) -> list[tuple[int, int]]:
+        """The spans of rows that must be there to resume at ``position``, in order and disjoint."""
+        if self.record == "state":
+            return []
+        if self.window is None or position <= self.keep + self.window:
+            spans = [(0, position)]
+        else:
+            spans = [(0, self.keep), (position - self.window, position)]
+        return [(a, b) for a, b in spans if a < b]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -81,6 +97,11 @@ class Layout:
         present = {m.record for m in self.members} | {"rows"}
         return tuple(kind for kind in RECORD_KINDS if kind in present)
 
+    @cached_property
+    def row_kinds(self) -> tuple[str, ...]:
+        """The record kinds that hold rows: an entry without one of them cannot be stood on."""
+        return tuple(kind for kind in self.kinds if kind in ROW_KINDS)
+
     @property
     def growing_only(self) -> bool:
         """Every member can stand at any position that has rows."""
@@ -95,12 +116,13 @@ class Layout:
         """The windows of windowed members, in rows, shortest first."""
         return tuple(sorted(m.window or 0 for m in self.members if m.record == "window"))
 
-    @cached_property
-    def keep(self) -> int:
-        return max((m.keep for m in self.members if m.record == "window"), default=0)
+    def tensors(self, *kinds: str) -> list[TensorSpec]:
+        return [t for m in self.members if m.record in kinds for t in m.tensors]
 
-    def tensors(self, kind: str) -> list[TensorSpec]:
-        return [t for m in self.members if m.record == kind for t in m.tensors]
+    def fits(self, kinds: tuple[str, ...], arrays: dict[str, mx.array], rows: int) -> bool:
+        """Whether ``arrays`` are just what records of these kinds hold of ``rows`` rows."""
+        want = {t.name: (t.dtype, t.sized(rows)) for t in self.tensors(*kinds)}
+        return want == {name: (DTYPE_NAME.get(a.dtype), a.shape) for name, a in arrays.items()}
 
     def describe(self) -> str:
         """For people: how many members of each kind, for instance ``6 recurrent, 2 growing``."""
@@ -139,20 +161,22 @@ def _spec(member: Member) -> MemberSpec:
 
 
 def probe(model: Callable[..., mx.array], make_cache: Callable[[], list[Any]]) -> Layout:
-    """The layout that ``model`` really uses, seen after 2 + 1 tokens on a throw-away cache.
+    """The layout that ``model`` really uses, seen on a throw-away cache once two forwards leave the same shapes: a
+    slot may take a few tokens to fill.
 
     Raises UnknownCache for a class without a kind, LayoutError where shapes or dtypes do not settle, PositionError
     where a member does not count its tokens.
     """
     caches = make_cache()
     state = SequenceState(caches, members_of(caches))
-    seen: list[tuple[MemberSpec, ...]] = []
-    for n in (2, 1):
+    before: tuple[MemberSpec, ...] = ()
+    for n in _PROBE:
         logits = model(mx.zeros((1, n), dtype=mx.int32), cache=caches)
         state.advance(n)
         state.catch_up()
         mx.eval(logits, state.live())
-        seen.append(tuple(_spec(m) for m in state.members or ()))
-    if seen[0] != seen[1]:
-        raise LayoutError("The shapes or dtypes of the state change from token to token.")
-    return Layout(seen[0])
+        seen = tuple(_spec(m) for m in state.members or ())
+        if seen == before:
+            return Layout(seen)
+        before = seen
+    raise LayoutError("The shapes or dtypes of the state change from token to token.")

@@ -116,7 +116,7 @@ class Planner:
 
     def _pieces(self, entry: Entry, bad: Collection[tuple[bytes, str]]) -> list[Piece] | None:
         """The records that hold the rows of [entry.start, entry.end); None if one is missing."""
-        need = [k for k in ("rows", "window") if k in self.layout.kinds]
+        need = self.layout.row_kinds
         out: list[Piece] = []
         at = entry
         for _ in range(self.space.block):

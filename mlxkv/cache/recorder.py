@@ -108,7 +108,7 @@ class Recorder:
         if self._dead or a >= b:
             return
         self.state.catch_up()
-        arrays = self._capture(("rows", "window"), lambda member: member.rows(a, b))
+        arrays = self._capture(self.layout.row_kinds, lambda member: member.rows(a, b), b - a)
         if arrays is None:
             return
         self._rows.append(_Rows(a, b, arrays))
@@ -133,7 +133,7 @@ class Recorder:
         key = self.space.key(parent, self.tokens[start:position])
         state: HostArrays | None = None
         if self.layout.needs_state and self._kept != position and not self.stored(key)[1]:
-            state = self._capture(("state",), lambda member: member.arrays())
+            state = self._capture(("state",), lambda member: member.arrays(), 0)
             if state is None:
                 return
             self._kept = position
@@ -176,9 +176,8 @@ class Recorder:
         row_start = self._written
         rows: dict[str, HostArrays] = {}
         if not self.stored(key)[0]:
-            for kind in self.layout.kinds:
-                if kind != "state":
-                    rows[kind] = self._cut(row_start, end, {t.name for t in self.layout.tensors(kind)})
+            for kind in self.layout.row_kinds:
+                rows[kind] = self._cut(row_start, end, {t.name for t in self.layout.tensors(kind)})
         if rows or state is not None or answer is not None:
             self._add(key, self._parent, start, end, row_start, self._base, rows, state, answer)
         if end % self.space.block == 0:
@@ -237,11 +236,13 @@ class Recorder:
             out[name] = (parts[0].arrays[name][0], np.ascontiguousarray(np.concatenate(slices, axis=2)))
         return out
 
-    def _capture(self, kinds: tuple[str, ...], read: Callable[[Member], dict[str, mx.array]]) -> HostArrays | None:
+    def _capture(
+        self, kinds: tuple[str, ...], read: Callable[[Member], dict[str, mx.array]], rows: int
+    ) -> HostArrays | None:
         """Private host copies, taken after a barrier, of what ``read`` gives for the members of these record kinds.
 
-        None if a member holds nothing yet (an empty slot, a head before its second token): there is nothing to resume
-        from. None too, and nothing more is recorded, if a value is not finite.
+        None if a member does not hold yet what the layout says (a slot that fills with the first tokens, a head before
+        its second): there is nothing to resume from. None too, and nothing more is recorded, if a value is not finite.
         """
         lazy = {
             tensor_name(spec, name): array
@@ -249,7 +250,7 @@ class Recorder:
             if member.record in kinds
             for name, array in read(member).items()
         }
-        if lazy.keys() != {t.name for kind in kinds for t in self.layout.tensors(kind)}:
+        if not self.layout.fits(kinds, lazy, rows):
             return None
         finite = [mx.isfinite(a).all() for a in lazy.values() if mx.issubdtype(a.dtype, mx.floating)]
         mx.eval(list(lazy.values()), finite)

@@ -10,9 +10,10 @@ from .host import Destination, from_host
 from .index import Entry
 from .keys import KeySpace, unpack
 from .layout import Layout, MemberSpec, tensor_name
+from .member import PositionError
 from .planner import Piece, Plan
 from .record import Reader, RecordError
-from .state import PositionError, SequenceState
+from .state import SequenceState
 
 
 class RestoreFailed(Exception):
@@ -93,11 +94,11 @@ class Restorer:
     def _windows(self, plan: Plan, arrays: dict[str, mx.array]) -> int:
         position = plan.position
         specs = self.layout.tensors("window")
-        tail = max(0, position - self.layout.windows[-1])
+        members = [m for m in self.layout.members if m.record == "window"]
         parts: list[tuple[Piece, dict[str, np.ndarray]]] = []
         read = 0
         for piece in plan.pieces:
-            if piece.end <= tail and piece.start >= self.layout.keep:
+            if not any(_needed(m, piece, position) for m in members):
                 continue
             with self._open(piece.entry, "window", position) as reader:
                 try:
@@ -106,9 +107,7 @@ class Restorer:
                     read += sum(t.nbytes(piece.end - piece.start) for t in specs)
                 except RecordError as e:
                     raise RestoreFailed(piece.entry, "window", e) from e
-        for member in self.layout.members:
-            if member.record != "window":
-                continue
+        for member in members:
             for t in member.tensors:
                 rows = [
                     data[t.name][:, :, a - piece.start : b - piece.start]
@@ -137,12 +136,6 @@ class Restorer:
 
 
 def _needed(member: MemberSpec, piece: Piece, position: int) -> list[tuple[int, int]]:
-    """The parts of a piece that a window at ``position`` holds: the first ``keep`` rows and the last ``window``
-    ones."""
-    window, keep = member.window or 0, member.keep
-    if position <= window + keep:
-        wanted = [(0, position)]
-    else:
-        wanted = [(0, keep), (position - window, position)]
-    spans = [(max(a, piece.start), min(b, piece.end)) for a, b in wanted]
+    """The parts of a piece that a member at ``position`` needs."""
+    spans = [(max(a, piece.start), min(b, piece.end)) for a, b in member.needs(position)]
     return [(a, b) for a, b in spans if a < b]

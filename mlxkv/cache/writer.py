@@ -21,6 +21,7 @@ from .durable import sync_folder, sync_group
 from .folder import CacheFolder
 from .index import Entry, Index
 from .keys import pack
+from .layout import ROW_KINDS
 from .planner import Planner
 from .record import Body, Meta, RecordError, write
 
@@ -192,7 +193,7 @@ class Writer:
             whole = stored is not None and planner.complete(draft.meta.key)
             have = stored.kinds if stored is not None else frozenset()
             # rows of an incomplete entry are written again, with the base that this draft brings
-            kinds = [k for k in draft.bodies if k not in have or (k in ("rows", "window") and not whole)]
+            kinds = [k for k in draft.bodies if k not in have or (k in ROW_KINDS and not whole)]
             kinds = [k for k in kinds if (draft.meta.key, k) not in taken]
             taken.update((draft.meta.key, k) for k in kinds)
             here.add(draft.meta.key)

@@ -124,7 +124,9 @@ class Generation:
         capacity = reserve(n + min(limit, OPEN_END), max_len=rt.context_length)
 
         def fresh() -> SequenceState:
-            state = SequenceState.new(rt.make_cache())
+            caches = rt.make_cache()
+            # members that did not pass the probe are not asked: the model runs, nothing is kept
+            state = SequenceState.new(caches) if rt.layout is not None else SequenceState(caches, None)
             state.reserve(capacity)
             return state
 

@@ -70,6 +70,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         layout = probe(headed or model, make_cache)
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
         off = e.message
+        headed = None
     if layout is not None and options.cache_dir is not None:
         head = "mtp" if headed else "none"
         compute = {**now.identity(), "dtype": loaded.dtype, "dequantised": str(loaded.dequantised), "head": head}

@@ -22,11 +22,13 @@ import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 import numpy as np  # isort: skip
 
 from tests import tiny  # isort: skip
-from tests.cache.test_equality import INEXACT
+from tests.architectures import MORE_INEXACT
+from tests.cache.test_equality import INEXACT as SUITE_INEXACT
 from tests.probe import run, runtime
 
 ROOT = Path(__file__).parents[2]
-ARCHS = ("qwen3_5", "falcon_h1", "gemma3_text", "nemotron_h", "lfm2", "llama")
+ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS)
+INEXACT = SUITE_INEXACT | MORE_INEXACT
 
 
 @dataclass

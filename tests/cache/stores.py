@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from mlxkv.cache.layout import probe
 from mlxkv.cache.store import PrefixStore
 from mlxkv.decode.runtime import Runtime
 from tests import tiny
@@ -28,6 +31,15 @@ def reopened(rt: Runtime, folder: Path, **options) -> Runtime:
     assert old is not None
     store = PrefixStore(folder, old.identity, old.layout, **{"block": BLOCK} | options)
     return dataclasses.replace(rt, store=store)
+
+
+def recached(rt: Runtime, folder: Path, make_cache: Callable[[], list[Any]], model: Any = None) -> Runtime:
+    """The same weights with other cache objects, and a store for them."""
+    model = model or rt.model
+    layout, old = probe(model, make_cache), rt.store
+    assert old is not None
+    store = PrefixStore(folder, dataclasses.replace(old.identity, layout=layout.digest), layout, block=BLOCK)
+    return dataclasses.replace(rt, model=model, make_cache=make_cache, layout=layout, store=store)
 
 
 class Written:

@@ -1,0 +1,105 @@
+"""A member: one piece of per-layer state, and what every kind of it must answer. The kinds are in ``kinds``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from ..errors import MlxkvError
+
+Arrays = dict[str, mx.array]
+
+
+class UnknownCache(MlxkvError):
+    """A cache class that no state kind is written for; the message names it and where it stands."""
+
+
+class PositionError(MlxkvError):
+    """A member stands at another position than it should: its state must not be stored or used."""
+
+
+class Member(ABC):
+    """One piece of per-layer state around one mlx-lm cache object.
+
+    ``path`` is (layer, index inside a CacheList, …). Row arrays are ``[batch 1, heads, rows, head_dim]``; rows are
+    numbered by absolute token position.
+    """
+
+    kind: ClassVar[str]
+    #: which record holds this member's data: "rows", "window" or "state"
+    record: ClassVar[str]
+
+    def __init__(self, cache: Any, path: tuple[int, ...]) -> None:
+        self.cache = cache
+        self.path = path
+
+    @property
+    def label(self) -> str:
+        return ".".join(map(str, self.path))
+
+    @property
+    def position(self) -> int | None:
+        """Absolute position this member stands at; None where its class does not know."""
+        return None
+
+    def params(self) -> dict[str, int]:
+        """Numbers that belong to the layout, a window's size for instance."""
+        return {}
+
+    @abstractmethod
+    def arrays(self) -> Arrays:
+        """The live arrays by name; a slot that holds nothing is left out."""
+
+    @abstractmethod
+    def hold(self) -> Any:
+        """Second handles on all that the next step rebinds. While they live, MLX cannot donate the buffers."""
+
+    @abstractmethod
+    def put_back(self, held: Any) -> None:
+        """Undo what was rebound since ``hold()``."""
+
+    def rows(self, a: int, b: int) -> Arrays:
+        """Rows [a, b) as lazy slices, in order of position. Raises PositionError for rows that are not held."""
+        raise NotImplementedError(self.kind)
+
+    def window(self) -> int | None:
+        """How many of the last rows must survive to resume; None for all."""
+        return None
+
+    def keep(self) -> int:
+        """How many of the first rows must survive too."""
+        return 0
+
+    @abstractmethod
+    def rewindable(self) -> int:
+        """How many of the last tokens ``rewind`` can take back."""
+
+    @abstractmethod
+    def rewind(self, n: int) -> None:
+        """Take back the last ``n`` tokens. Raises PositionError beyond ``rewindable()``."""
+
+    def live(self) -> list[mx.array]:
+        """All arrays that a step must evaluate."""
+        return list(self.arrays().values())
+
+    def reserve(self, capacity: int) -> None:  # noqa: B027 - only rows grow
+        """Buffers of rows are allocated, and later grow, in steps of ``capacity`` rows."""
+
+    def catch_up(self) -> None:  # noqa: B027 - most kinds are always up to date
+        """Compute (lazily) what may wait until it is needed: before a capture, and before rows are read."""
+
+    def settle(self) -> None:  # noqa: B027 - most kinds have one form only
+        """Bring the arrays into the one form that a restore produces, so that both give the same bits."""
+
+    @abstractmethod
+    def resume(self, arrays: Arrays, position: int) -> None:
+        """Take over evaluated arrays so that this member stands at ``position``."""
+
+
+class OwnCache(ABC):
+    """A cache class of mlxkv's own: it says itself which members it has."""
+
+    @abstractmethod
+    def members(self, path: tuple[int, ...]) -> list[Member]: ...
