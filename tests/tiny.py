@@ -21,6 +21,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
+from tests.recurrent import MORE
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 320  # 256 bytes, 61 merges, 3 special tokens: every id has a token
 EOS = VOCAB - 1
@@ -119,10 +121,10 @@ _ARCHITECTURES = {
 
 def config(arch: str, **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model; an override goes to ``text_config`` if the key stands there."""
-    made = json.loads(json.dumps(_CONFIGS[arch]))  # a deep copy
+    made = json.loads(json.dumps((_CONFIGS | MORE)[arch]))  # a deep copy
     made |= {
         "model_type": arch,
-        "architectures": [_ARCHITECTURES[arch]],
+        "architectures": [_ARCHITECTURES.get(arch, arch)],
         "dtype": "float32",
         "eos_token_id": VOCAB - 1,
         "pad_token_id": VOCAB - 3,
@@ -141,10 +143,12 @@ def build(arch: str, *, seed: int = 0, **overrides: Any) -> tuple[nn.Module, dic
     weights = {}
     for i, (name, old) in enumerate(sorted(tree_flatten(model.parameters()))):
         weights[name] = _weight(name, old, mx.random.key(seed * 100_003 + i))
-    if made.get("tie_word_embeddings"):
-        _quiet_special(weights, "model.embed_tokens.weight", 0.4)
-    else:
-        _quiet_special(weights, next(k for k in weights if k.endswith("lm_head.weight")), 1.0)
+    if head := next((k for k in weights if k.endswith("lm_head.weight")), None):
+        _quiet_special(weights, head, 1.0)
+    else:  # tied
+        _quiet_special(
+            weights, next(k for k in weights if k.endswith((".embed_tokens.weight", ".embeddings.weight"))), 0.4
+        )
     model.update(tree_unflatten(list(weights.items())))
     model.eval()
     mx.eval(model.parameters())
