@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from ..errors import MlxkvError
+
+if TYPE_CHECKING:
+    from .inside import Inside
 
 Arrays = dict[str, mx.array]
 
@@ -86,6 +89,11 @@ class Member(ABC):
     @abstractmethod
     def rewind(self, n: int) -> None:
         """Take back the last ``n`` tokens. Raises PositionError beyond ``rewindable()``."""
+
+    def state_at(self, position: int, inside: Inside) -> Arrays:
+        """What ``arrays()`` was at a boundary inside the last forward; empty where this member cannot tell, so that the
+        forward must be split there. Asked of ``state`` members, before ``catch_up``."""
+        return {}
 
     def live(self) -> list[mx.array]:
         """All arrays that a step must evaluate."""
@@ -252,6 +260,9 @@ class Recurrent(Member):
     def rewind(self, n: int) -> None:
         if n:
             raise PositionError(f"Member {self.label} is recurrent and cannot go back.")
+
+    def state_at(self, position: int, inside: Inside) -> Arrays:
+        return {f"slot{i}": a for i, a in sorted(inside.slots(self.cache, position).items())}
 
     def resume(self, arrays: Arrays, position: int) -> None:
         self.cache.cache = [arrays.get(f"slot{i}") for i in range(len(self.cache.cache))]
