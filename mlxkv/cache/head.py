@@ -9,13 +9,16 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from .kinds import Growing
 from .member import Arrays, Member, OwnCache, PositionError
+
+if TYPE_CHECKING:
+    from .inside import Inside
 
 Run = Callable[[mx.array, mx.array, Any], mx.array]
 
@@ -51,6 +54,15 @@ class HeadCache(OwnCache):
         tokens, hidden = self.tokens[0], self.hidden[0]
         self.run(tokens[:, 1:], hidden[:, :-1], self.kv)
         self.tokens, self.hidden = [tokens[:, -1:]], [hidden[:, -1:]]
+
+    def hidden_at(self, position: int) -> mx.array | None:
+        """The body's hidden state [1, 1, H] at ``position``, while it is still held."""
+        first = self.kv.offset
+        for hidden in self.hidden:
+            if first <= position < first + hidden.shape[1]:
+                return hidden[:, position - first : position - first + 1]
+            first += hidden.shape[1]
+        return None
 
     def members(self, path: tuple[int, ...]) -> list[Member]:
         return [HeadRows(self, (*path, 0)), HeadHidden(self, (*path, 1))]
@@ -122,6 +134,10 @@ class HeadHidden(_HeadMember):
         if not self.cache.hidden:
             return {}
         return {"hidden": self.cache.hidden[-1][:, -1:]}
+
+    def state_at(self, position: int, inside: Inside) -> Arrays:
+        hidden = self.cache.hidden_at(position - 1)
+        return {} if hidden is None else {"hidden": hidden}
 
     def live(self) -> list[mx.array]:
         return [*self.cache.tokens, *self.cache.hidden]

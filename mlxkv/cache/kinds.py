@@ -7,7 +7,7 @@ registered for is never guessed: ``members_of`` raises ``UnknownCache`` and the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -21,6 +21,9 @@ from mlx_lm.models.cache import (
 )
 
 from .member import Arrays, Member, OwnCache, PositionError, UnknownCache
+
+if TYPE_CHECKING:
+    from .inside import Inside
 
 
 class _Rows(Member):
@@ -275,6 +278,9 @@ class Recurrent(Member):
     def rewind(self, n: int) -> None:
         if n:
             raise PositionError(f"Member {self.label} is recurrent and cannot go back.")
+
+    def state_at(self, position: int, inside: Inside) -> Arrays:
+        return {f"slot{i}": a for i, a in sorted(inside.slots(self.cache, position).items())}
 
     def resume(self, arrays: Arrays, position: int) -> None:
         self.cache.cache = [arrays.get(f"slot{i}") for i in range(len(self.cache.cache))]

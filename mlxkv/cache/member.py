@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 
 from ..errors import MlxkvError
+
+if TYPE_CHECKING:
+    from .inside import Inside
 
 Arrays = dict[str, mx.array]
 
@@ -79,6 +82,11 @@ class Member(ABC):
     @abstractmethod
     def rewind(self, n: int) -> None:
         """Take back the last ``n`` tokens. Raises PositionError beyond ``rewindable()``."""
+
+    def state_at(self, position: int, inside: Inside) -> Arrays:
+        """What ``arrays()`` was at a boundary inside the last forward; empty where this member cannot tell, so that the
+        forward must be split there. Asked of ``state`` members, before ``catch_up``."""
+        return {}
 
     def live(self) -> list[mx.array]:
         """All arrays that a step must evaluate."""

@@ -1,8 +1,9 @@
 """The recorder: what a running sequence leaves behind for the store, provisional until a clean barrier.
 
-It follows one sequence. ``flush`` copies rows computed since the last flush to private host memory; ``boundary`` adds
-the recurrent state at exactly this position and cuts entries on the block grid; ``commit``, called after a barrier,
-hands the finished entries to the writer; ``drop`` forgets what no barrier has confirmed.
+It follows one sequence. ``flush`` copies rows computed since the last flush to private host memory, and states at
+boundaries that a forward went past; ``boundary`` adds the recurrent state at exactly this position and cuts entries on
+the block grid; ``commit``, called after a barrier, hands the finished entries to the writer; ``drop`` forgets what no
+barrier has confirmed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from .host import private_copy
+from .inside import Inside
 from .keys import Identity, KeySpace, answer_digest
 from .layout import Layout, tensor_name
 from .planner import Plan
@@ -102,18 +104,34 @@ class Recorder:
         return min((*self.layout.windows, self.space.block))
 
     @_fault_is_a_miss
-    def flush(self) -> None:
-        """Copy rows [flushed, position) out. Call while the state is evaluated and no newer step is built."""
+    def flush(self, inside: Inside | None = None) -> None:
+        """Copy rows [flushed, position) out. Call while the state is evaluated and no newer step is built.
+
+        ``inside``: boundaries that the last forward, all of which is not flushed yet, went past without a cut; their
+        states are kept too.
+        """
         a, b = self._flushed, self.state.position
         if self._dead or a >= b:
             return
+        if inside and not all(a < p < b for p in inside.positions):
+            raise PositionError(f"Boundaries {inside.positions} are not inside tokens [{a}, {b}).")
+        # lazy, and before rows are made: a head forgets hidden states then
+        members = [m for m in self.state.members or () if m.record == "state"]
+        states = {p: {m: m.state_at(p, inside) for m in members} for p in inside.positions} if inside else {}
         self.state.catch_up()
         arrays = self._capture(self.layout.row_kinds, lambda member: member.rows(a, b), b - a)
         if arrays is None:
             return
         self._rows.append(_Rows(a, b, arrays))
         self._flushed = b
-        while self._block_start(b) > self._block_start(self._written):
+        for position, state in states.items():
+            self._fill(position)
+            self._keep(position, state.__getitem__)
+        self._fill(b)
+
+    def _fill(self, end: int) -> None:
+        """Cut the full blocks up to ``end``."""
+        while not self._dead and self._block_start(end) > self._block_start(self._written):
             self._entry(self._block_start(self._written) + self.space.block, None)
 
     @_fault_is_a_miss
@@ -123,7 +141,15 @@ class Recorder:
         if self._dead:
             return
         self.flush()
-        position = self.state.position
+        self._keep(self.state.position, lambda member: member.arrays(), answer)
+
+    def _keep(
+        self,
+        position: int,
+        read: Callable[[Member], dict[str, mx.array]],
+        answer: tuple[int, str, int | None] | None = None,
+    ) -> None:
+        """Cut the entry that ends at ``position``, with the state that ``read`` gives. Blocks before it are cut."""
         if self._dead or self._flushed < position or position == 0:
             return
         start = self._block_start(position - 1)
@@ -133,7 +159,7 @@ class Recorder:
         key = self.space.key(parent, self.tokens[start:position])
         state: HostArrays | None = None
         if self.layout.needs_state and self._kept != position and not self.stored(key)[1]:
-            state = self._capture(("state",), lambda member: member.arrays(), 0)
+            state = self._capture(("state",), read, 0)
             if state is None:
                 return
             self._kept = position

@@ -40,9 +40,10 @@ class Engine:
 
     model: a folder or a Hugging Face id. dtype: auto | bf16 | fp16 | fp32. cache_dir: where the prefix store lives;
     None or cache=False: no store. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward,
-    None for what suits the device. async_kv_limit: bytes of live state up to which a step is submitted early, 0 =
-    never. wired: bytes to wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that
-    may wait.
+    None for what suits the device. split: whether a boundary of the store cuts a forward: always, never where the model
+    can do without, or auto (on a GPU only 512 tokens or more after the last cut). async_kv_limit: bytes of live state
+    up to which a step is submitted early, 0 = never. wired: bytes to wire on Metal (a raised limit can panic a Mac; off
+    by default). max_queue: requests that may wait.
 
     Raises ModelError if the model cannot be loaded, ConfigError for settings that cannot work.
     """
@@ -57,6 +58,7 @@ class Engine:
         cache: bool = True,
         block_size: int = 256,
         prefill_chunk: int | None = None,
+        split: str = "auto",
         async_kv_limit: int = 0,
         wired: int | None = None,
         allow_unprotected: bool = False,
@@ -69,6 +71,7 @@ class Engine:
             cache_dir=Path(cache_dir).expanduser() if cache and cache_dir is not None else None,
             block_size=block_size,
             prefill_chunk=prefill_chunk,
+            split=split,
             async_kv_limit=async_kv_limit,
             wired=wired,
             allow_unprotected=allow_unprotected,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ..cache.inside import Inside
 from ..cache.lookup import Lookup
 from ..cache.planner import Plan
 from ..cache.recorder import Recorder
@@ -146,7 +147,7 @@ class Generation:
         return logits
 
     def _prefill(self, state: SequenceState, prompt: Prompt) -> mx.array:
-        """Run [position, n−1) in segments that end on boundaries, capture there, then the last token; its logits."""
+        """Run [position, n−1) in segments, capture at their boundaries, then the last token; its logits."""
         started = time.monotonic()
         try:
             return self._read(state, prompt)
@@ -164,22 +165,31 @@ class Generation:
         )
         ids = mx.array(prompt.tokens, mx.int32)
         self.emit(Progress(state.position, n))
-        for edge in edges:
-            while state.position < edge:
-                self._check()
-                end = min(edge, state.position + self.rt.chunk)
-                self._forward(state, ids[state.position : end])
-                mx.eval(state.live())
-                if self.recorder is not None:
-                    self.recorder.flush()
-                if state.position == edge:
-                    self._boundary(state)
-                if self.recorder is not None:
-                    self.recorder.commit()
-                mx.clear_cache()
-                self.emit(Progress(state.position, n))
+        while state.position < n - 1:
+            self._check()
+            end, inside = self.rt.split.segment(state.position, edges, self.rt.chunk)
+            left = self._segment(state, ids[state.position : end], inside)
+            mx.eval(state.live())
+            if self.recorder is not None:
+                self.recorder.flush(left)
+            left = None
+            if state.position in edges:
+                self._boundary(state)
+            if self.recorder is not None:
+                self.recorder.commit()
+            mx.clear_cache()
+            self.emit(Progress(state.position, n))
         self._check()
         return self._forward(state, ids[n - 1 :])[:, -1, :]
+
+    def _segment(self, state: SequenceState, ids: mx.array, inside: tuple[int, ...]) -> Inside | None:
+        """One forward over ``ids``, and what its layers left at the boundaries ``inside`` it."""
+        if not inside:
+            self._forward(state, ids)
+            return None
+        with self.rt.spans.inside(state.position, state.position + ids.size, inside) as left:
+            self._forward(state, ids)
+        return left
 
     def _boundary(self, state: SequenceState) -> None:
         if self.recorder is not None:

@@ -18,6 +18,7 @@ class Options:
     cache_dir: Path | None = None
     block_size: int = 256
     prefill_chunk: int | None = None
+    split: str = "auto"
     async_kv_limit: int = 0
     wired: int | None = None
     allow_unprotected: bool = False
@@ -27,6 +28,8 @@ class Options:
             raise ConfigError(f"The block size is {self.block_size}.", "It must be from 1 to 65536 tokens.")
         if self.prefill_chunk is not None and not 1 <= self.prefill_chunk <= 65536:
             raise ConfigError(f"The prefill chunk is {self.prefill_chunk}.", "It must be from 1 to 65536 tokens.")
+        if self.split not in ("always", "auto", "never"):
+            raise ConfigError(f"The setting of split is {self.split!r}.", "It must be always, auto or never.")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .. import numerics
@@ -13,17 +13,21 @@ from .. import numerics
 numerics.prepare()  # before mlx is imported
 
 import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from ..cache.folder import FolderRefused  # noqa: E402
 from ..cache.head import HeadCache  # noqa: E402
+from ..cache.inside import obstacle  # noqa: E402
 from ..cache.keys import Identity  # noqa: E402
 from ..cache.layout import Layout, probe  # noqa: E402
 from ..cache.store import PrefixStore  # noqa: E402
 from ..errors import MlxkvError  # noqa: E402
 from ..models import load  # noqa: E402
 from ..models.mtp import WithHead  # noqa: E402
+from ..models.spans import Spans, install  # noqa: E402
 from .options import EngineInfo, Options  # noqa: E402
+from .segments import Split  # noqa: E402
 
 log = logging.getLogger("mlxkv.engine")
 
@@ -45,6 +49,9 @@ class Runtime:
     chunk: int
     async_kv_limit: int
     load_s: float
+    #: where forwards are split; announces those that are not
+    split: Split = field(default_factory=Split)
+    spans: Spans = field(default_factory=Spans)
     barrier: Callable[[], None] = mx.synchronize
 
 
@@ -86,6 +93,9 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         except FolderRefused as e:
             off = str(e)
             log.warning("the prefix store is off: %s", e)
+    split, shared = Split(), Spans()
+    if layout is not None:
+        split, shared = _split(options.split, now.device, loaded.model, headed or model, make_cache, layout)
     load_s = time.monotonic() - started
     info = EngineInfo(
         name=loaded.name,
@@ -113,8 +123,25 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         chunk=options.prefill_chunk or (512 if now.device == "cpu" else 2048),
         async_kv_limit=options.async_kv_limit,
         load_s=load_s,
+        split=split,
+        spans=shared,
     )
     return runtime, info
+
+
+def _split(
+    setting: str, device: str, network: nn.Module, model: Any, make_cache: Callable[[], list[Any]], layout: Layout
+) -> tuple[Split, Spans]:
+    """Where this model's forwards are split, after its layers were given their form without a split."""
+    split = Split.by(setting, device, layout)
+    if not split.near or layout.growing_only:
+        return Split(), Spans()
+    shared, done = install(network)
+    log.debug("layers that run by sub-spans: %s", ", ".join(done) or "none")
+    if reason := obstacle(model, make_cache, layout, shared.inside):
+        log.info("every boundary splits the forward: %s", reason)
+        return Split(), shared
+    return split, shared
 
 
 def _prepare_device(wired: int | None) -> None:

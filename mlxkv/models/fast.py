@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -13,6 +12,7 @@ from .conv import DepthwiseConv1d, is_depthwise
 from .gated_delta import ChunkedGatedDeltaNet, ChunkedNextGatedDeltaNet
 from .linear import RowLinear, gains
 from .norm import RMSNorm
+from .replace import replace
 from .rope import SharedRoPE, share
 
 _RECURRENT: dict[type[nn.Module], type[nn.Module]] = {
@@ -38,24 +38,6 @@ def accelerate(model: nn.Module) -> list[str]:
     # A layer that holds others comes second: it takes over the children the old one has then.
     known = _RECURRENT | FEED_FORWARD
     holders = {name: known[type(layer)] for name, layer in model.named_modules() if type(layer) in known}
-    done = [line for group in (leaves, holders) for line in _replace(model, group)]
+    done = [line for group in (leaves, holders) for line in replace(model, group)]
     share([layer for layer in model.modules() if isinstance(layer, SharedRoPE)])
     return done
-
-
-def _replace(model: nn.Module, classes: dict[str, type[nn.Module]]) -> list[str]:
-    if not classes:
-        return []
-    layers = dict(model.named_modules())
-    made = {name: _as(subclass, layers[name]) for name, subclass in classes.items()}
-    model.update_modules(tree_unflatten(list(made.items())))
-    pairs = [f"{type(layers[name]).__name__} -> {subclass.__name__}" for name, subclass in classes.items()]
-    return [f"{pairs.count(pair)} x {pair}" for pair in sorted(set(pairs))]
-
-
-def _as(subclass: type[nn.Module], layer: nn.Module) -> nn.Module:
-    """A layer of a subclass, with the very attributes and arrays of ``layer``; its constructor would make new ones."""
-    made = subclass.__new__(subclass)
-    made.__dict__.update(layer.__dict__)
-    dict.update(made, layer)
-    return made

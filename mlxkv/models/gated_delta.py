@@ -22,7 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import normalize_qk
+from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -152,34 +152,107 @@ def gated_delta_step(
     return y.reshape(B, Hv, Dv), state.reshape(B, Hv, Dv, Dk)
 
 
+class GatedDeltaParts(GatedDeltaNet):
+    """Qwen3.5's layer cut in three, as mlx-lm computes it: ``project`` all tokens, ``recur`` over any number of them,
+    ``finish`` all. Only one that is not sharded."""
+
+    def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """[B, S, H] -> qkv [B, S, conv_dim], gate z [B, S, Hv, Dv], a and b [B, S, Hv]."""
+        B, S, _ = inputs.shape
+        z = self.in_proj_z(inputs).reshape(B, S, self.num_v_heads, self.head_v_dim)
+        return self.in_proj_qkv(inputs), z, self.in_proj_a(inputs), self.in_proj_b(inputs)
+
+    def recur(self, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
+        """Convolution and recurrence: y [B, S, Hv, Dv]. Rebinds the slots of ``cache``; does not advance it."""
+        return _recur(self, qkv, a, b, cache)
+
+    def finish(self, y: mx.array, z: mx.array) -> mx.array:
+        """The layer's output [B, S, H]."""
+        return self.out_proj(self.norm(y, z).reshape(*y.shape[:2], -1))
+
+
+class NextGatedDeltaParts(Qwen3NextGatedDeltaNet):
+    """Qwen3-Next's layer, whose projections interleave the heads, cut in the same three."""
+
+    sharding_group = None
+
+    def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        B, S, _ = inputs.shape
+        projected = self.fix_query_key_value_ordering(self.in_proj_qkvz(inputs), self.in_proj_ba(inputs))
+        q, k, v, z, b, a = projected
+        return mx.concatenate([part.reshape(B, S, -1) for part in (q, k, v)], axis=-1), z, a, b
+
+    def recur(self, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
+        return _recur(self, qkv, a, b, cache)
+
+    def finish(self, y: mx.array, z: mx.array) -> mx.array:
+        return self.out_proj(self.norm(y, z).reshape(*y.shape[:2], -1))
+
+
+def _window(layer: Any, qkv: mx.array, cache: Any) -> mx.array:
+    """[B, K - 1 + S, conv_dim]: the inputs of the convolution, those before this piece first."""
+    past = cache[0] if cache is not None else None
+    if past is None:
+        past = mx.zeros((qkv.shape[0], layer.conv_kernel_size - 1, layer.conv_dim), dtype=qkv.dtype)
+    return mx.concatenate([past, qkv], axis=1)
+
+
+def _heads(layer: Any, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """What the convolution gave, [B, S, conv_dim] -> q and k [B, S, Hk, Dk], ready for the recurrence, and v [B, S, Hv,
+    Dv]."""
+    B, S, _ = mixed.shape
+    q, k, v = mx.split(mixed, [layer.key_dim, 2 * layer.key_dim], axis=-1)
+    q = q.reshape(B, S, layer.num_k_heads, layer.head_k_dim)
+    k = k.reshape(B, S, layer.num_k_heads, layer.head_k_dim)
+    q, k = normalize_qk(q, k, inv_scale=layer.head_k_dim**-0.5, eps=1e-6)
+    return q, k, v.reshape(B, S, layer.num_v_heads, layer.head_v_dim)
+
+
+def _recur(layer: Any, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
+    window = _window(layer, qkv, cache)
+    q, k, v = _heads(layer, nn.silu(layer.conv1d(window)))
+    before = cache[1] if cache is not None else None
+    rates = (a, b, layer.A_log, layer.dt_bias)
+    y, state = gated_delta_update(q, k, v, *rates, before, use_kernel=not layer.training)
+    if cache is not None:
+        cache[0] = mx.contiguous(window[:, -(layer.conv_kernel_size - 1) :])
+        cache[1] = state
+    return y
+
+
 class _Chunked:
     """What both layers share: convolution and recurrence of a prompt's piece, and when that way may be taken."""
 
     conv_kernel_size: int
-    conv_dim: int
     key_dim: int
     num_k_heads: int
     num_v_heads: int
     head_k_dim: int
     head_v_dim: int
+    training: bool
+    sharding_group: Any
 
     @staticmethod
-    def fits(inputs: mx.array, mask: Any, cache: Any, training: bool) -> bool:
-        """Whether the layer may go its own way: no padding, and either a long piece or one float32 token."""
-        if mask is not None or training or (cache is not None and cache.lengths is not None):
-            return False
-        tokens = inputs.shape[1]
-        return tokens >= MIN_TOKENS or (tokens == 1 and cache is not None and inputs.dtype == mx.float32)
+    def gains(tokens: int, dtype: mx.Dtype, cache: Any) -> bool:
+        """Whether its own way is the faster one: a long piece, or one float32 token."""
+        return tokens >= MIN_TOKENS or (tokens == 1 and cache is not None and dtype == mx.float32)
 
-    def mix(self, qkv: mx.array, z: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
-        """``qkv`` [B, S, conv_dim], gate ``z`` [B, S, Hv, Dv], ``a`` and ``b`` [B, S, Hv] -> the layer's output
-        [B, S, H]; moves ``cache`` S tokens on."""
+    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        padded = mask is not None or (cache is not None and cache.lengths is not None)
+        own = not padded and not self.training and self.sharding_group is None
+        if not own or not self.gains(inputs.shape[1], inputs.dtype, cache):
+            return super().__call__(inputs, mask, cache)  # type: ignore[misc]
+        qkv, z, a, b = self.project(inputs)  # type: ignore[attr-defined]
+        y = self.recur(qkv, a, b, cache)
+        if cache is not None:
+            cache.advance(inputs.shape[1])
+        return self.finish(y, z)
+
+    def recur(self, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
         B, S, _ = qkv.shape
-        tail = self.conv_kernel_size - 1
-        past = cache[0] if cache is not None else None
-        if past is None:
-            past = mx.zeros((B, tail, self.conv_dim), dtype=qkv.dtype)
-        window = mx.concatenate([past, qkv], axis=1)
+        if not self.gains(S, qkv.dtype, cache):
+            return super().recur(qkv, a, b, cache)  # type: ignore[misc]
+        window = _window(self, qkv, cache)
         mixed = silu(self.conv1d(window))  # type: ignore[attr-defined]
         before = cache[1] if cache is not None else None
         if S == 1 and before is not None:
@@ -195,41 +268,23 @@ class _Chunked:
             )
             y = y[:, None]
         else:
-            q, k, v = mx.split(mixed, [self.key_dim, 2 * self.key_dim], axis=-1)
-            q = q.reshape(B, S, self.num_k_heads, self.head_k_dim)
-            k = k.reshape(B, S, self.num_k_heads, self.head_k_dim)
-            v = v.reshape(B, S, self.num_v_heads, self.head_v_dim)
-            q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
+            q, k, v = _heads(self, mixed)
             decay = log_decay(a, self.A_log, self.dt_bias)  # type: ignore[attr-defined]
             y, state = chunked_gated_delta(q, k, v, decay, mx.sigmoid(b), before)
         if cache is not None:
-            cache[0] = mx.contiguous(window[:, -tail:])
+            cache[0] = mx.contiguous(window[:, -(self.conv_kernel_size - 1) :])
             cache[1] = state
-            cache.advance(S)
+        return y
+
+    def finish(self, y: mx.array, z: mx.array) -> mx.array:
         normed = rms_norm(y, self.norm.weight, self.norm.eps).astype(mx.float32)  # type: ignore[attr-defined]
         gated = (normed * silu(z.astype(mx.float32))).astype(y.dtype)
-        return self.out_proj(gated.reshape(B, S, -1))  # type: ignore[attr-defined]
+        return self.out_proj(gated.reshape(*y.shape[:2], -1))  # type: ignore[attr-defined]
 
 
-class ChunkedGatedDeltaNet(_Chunked, GatedDeltaNet):
+class ChunkedGatedDeltaNet(_Chunked, GatedDeltaParts):
     """Qwen3.5's layer; a piece of a prompt goes by chunks, a single token by ``gated_delta_step``."""
 
-    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        if self.sharding_group is not None or not self.fits(inputs, mask, cache, self.training):
-            return super().__call__(inputs, mask, cache)
-        B, S, _ = inputs.shape
-        z = self.in_proj_z(inputs).reshape(B, S, self.num_v_heads, self.head_v_dim)
-        return self.mix(self.in_proj_qkv(inputs), z, self.in_proj_a(inputs), self.in_proj_b(inputs), cache)
 
-
-class ChunkedNextGatedDeltaNet(_Chunked, Qwen3NextGatedDeltaNet):
-    """Qwen3-Next's layer, whose projections interleave the heads."""
-
-    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        if not self.fits(inputs, mask, cache, self.training):
-            return super().__call__(inputs, mask, cache)
-        B, S, _ = inputs.shape
-        projected = self.fix_query_key_value_ordering(self.in_proj_qkvz(inputs), self.in_proj_ba(inputs))
-        q, k, v, z, b, a = projected
-        qkv = mx.concatenate([part.reshape(B, S, -1) for part in (q, k, v)], axis=-1)
-        return self.mix(qkv, z, a, b, cache)
+class ChunkedNextGatedDeltaNet(_Chunked, NextGatedDeltaParts):
+    """Qwen3-Next's layer, the same way."""

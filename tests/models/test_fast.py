@@ -13,6 +13,7 @@ from mlxkv.models import activation, fast, linear, rope
 from mlxkv.models.conv import DepthwiseConv1d, is_depthwise
 from mlxkv.models.gated_delta import ChunkedNextGatedDeltaNet, chunked_gated_delta, gated_delta_step, log_decay
 from mlxkv.models.norm import rms_norm
+from mlxkv.models.replace import as_subclass
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(numerics.current().device != "cpu", reason="layers for the CPU")
@@ -110,7 +111,7 @@ def test_depthwise_convolution(channels, length, bias):
     if bias:
         plain.bias = mx.random.normal((channels,))
     assert is_depthwise(plain)
-    mine = fast._as(DepthwiseConv1d, plain)
+    mine = as_subclass(DepthwiseConv1d, plain)
     x = mx.random.normal((2, length + 3, channels))
     assert far(mine(x), plain(x)) < TOLERANCE
 
@@ -176,7 +177,7 @@ def test_qwen3_next_layer():
     }
     plain = Qwen3NextGatedDeltaNet(ModelArgs(**fields))
     plain.eval()
-    mine = fast._as(ChunkedNextGatedDeltaNet, plain)
+    mine = as_subclass(ChunkedNextGatedDeltaNet, plain)
     one, two = ArraysCache(2), ArraysCache(2)
     for n in (50, 1, 33):
         x = mx.random.normal((2, n, 64))
@@ -188,7 +189,7 @@ def test_qwen3_next_layer():
 @pytest.mark.parametrize("shape", [(1, 1, 48), (48,), (1, 3, 48), (2, 1, 48)])
 def test_row_linear_is_a_linear_layer(shape, bias):
     theirs = nn.Linear(48, 80, bias=bias)
-    mine = fast._as(linear.RowLinear, theirs)
+    mine = as_subclass(linear.RowLinear, theirs)
     x = mx.random.normal(shape, key=mx.random.key(3))
     assert mx.allclose(mine(x), theirs(x), rtol=1e-5, atol=1e-6).item()
     assert mine(x).shape == theirs(x).shape
@@ -202,7 +203,7 @@ def test_wide_heads_and_quantised_layers_stay():
 @pytest.mark.parametrize(("dims", "width"), [(32, 32), (16, 64)])
 def test_shared_angles_rotate_like_mlxs_own(dims, width):
     theirs = [nn.RoPE(dims, base=base) for base in (10000.0, 10000.0, 1e6)]
-    mine = [fast._as(rope.SharedRoPE, layer) for layer in theirs]
+    mine = [as_subclass(rope.SharedRoPE, layer) for layer in theirs]
     rope.share(mine)
     assert mine[0].angles is mine[1].angles is not mine[2].angles
     for offset, length in ((0, 5), (7, 1), (7, 3), (1000, 1)):
