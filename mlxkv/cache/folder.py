@@ -52,6 +52,7 @@ class CacheFolder:
                 folder.mkdir(exist_ok=True, mode=0o700)
                 os.chmod(folder, 0o700)
             probe = self.temporary("probe")
+            probe.unlink(missing_ok=True)  # one that could not be removed the last time
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             modes = [stat.S_IMODE(p.stat().st_mode) & 0o077 for p in (*ours, probe)]
             probe.unlink()
