@@ -121,10 +121,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _cut(self, victim: Path, other: Path, n: int) -> None:
         data = victim.read_bytes()
-        victim.write_bytes(data[: n % len(data)])
+        victim.write_bytes(data[: n % max(1, len(data))])
 
     def _flip(self, victim: Path, other: Path, n: int) -> None:
-        data = bytearray(victim.read_bytes())
+        data = bytearray(victim.read_bytes() or b"x")
         data[n % len(data)] ^= 1 << n % 8
         victim.write_bytes(data)
 

@@ -122,7 +122,9 @@ class Model:
                 for i in range(len(cache.cache)):
                     cache[i] = self._slot(hashes[-1:], label, i)
             else:
-                cache.observe(mx.array([list(tokens[a:b])], mx.int32), mx.array(_values(hashes, "hidden", HIDDEN)[None]))
+                cache.observe(
+                    mx.array([list(tokens[a:b])], mx.int32), mx.array(_values(hashes, "hidden", HIDDEN)[None])
+                )
 
     def wrong(self, state: SequenceState, tokens: Sequence[int]) -> list[str]:
         """What differs in any bit from the right state after ``tokens``; empty if nothing does."""

@@ -20,6 +20,10 @@ PROMPTS = [FIRST, LONGER, BRANCH]
 
 @pytest.fixture(scope="module")
 def tape() -> Tape:
+    return record()
+
+
+def record() -> Tape:
     """A chat, a branch of it, and an entry whose rows are written again because those before them were evicted."""
     with scratch() as base, recorded(base / "c") as tape:
         folder = base / "c"
@@ -55,6 +59,6 @@ def tape() -> Tape:
 def test_power_fails_at_any_moment(tape, honest):
     rng = random.Random(5)
     with scratch() as base:
-        for upto in sorted(rng.sample(range(len(tape.ops) + 1), 60)):
+        for upto in sorted(rng.sample(range(len(tape.ops) + 1), 40)):
             found_after(Disk(tape, upto, rng, honest=honest), base / "d", MODEL, PROMPTS)
             shutil.rmtree(base / "d")
