@@ -370,29 +370,29 @@ MORE: dict[str, dict[str, Any]] = {
 MORE_INEXACT = {
     **{
         name: (2e-6, f"Mamba-2's chunked scan (ssm_attn) sums within chunks: {measured}")
-        for name, measured in {"granitemoehybrid": "4e-7", "mamba2": "3.2e-7", "plamo2": "1.2e-7"}.items()
+        for name, measured in {"granitemoehybrid": "9.3e-7", "mamba2": "3.2e-7", "plamo2": "1.6e-7"}.items()
     },
     **{
         name: (2e-6, f"MLA multiplies in another order for one token than for several: {measured}")
         for name, measured in {
-            "deepseek_v3": "3.7e-7",
+            "deepseek_v3": "8.3e-7",
             "deepseek_v32": "4.7e-7",
-            "longcat_flash": "2.2e-7",
+            "longcat_flash": "3.5e-7",
             "longcat_flash_ngram": "1.8e-7",
         }.items()
     },
     **{
         name: (2e-6, f"rows of a window or chunk stand at other offsets after another cut: {measured}")
         for name, measured in {
-            "recurrent_gemma": "2.5e-7",
-            "baichuan_m1": "1.2e-7",
-            "gpt_oss": "2.8e-7",
-            "afmoe": "1.3e-7",
-            "olmo3": "1.2e-7",
-            "cohere2": "6.9e-8",
-            "iquestloopcoder": "1.5e-7",
+            "recurrent_gemma": "4.2e-7",
+            "baichuan_m1": "3.5e-7",
+            "gpt_oss": "4.7e-7",
+            "afmoe": "3.2e-7",
+            "olmo3": "3.3e-7",
+            "cohere2": "2.4e-7",
+            "iquestloopcoder": "2e-7",
             "llama4": "0",
-            "gemma3n": "0",
+            "gemma3n": "3.6e-7",
         }.items()
     },
     "bailing_hybrid": (1e-5, "its linear attention is a chunked scan, and MLA as above: 2.8e-6"),
