@@ -69,7 +69,8 @@ class Meta:
     """What a record says of itself.
 
     Rows and windows cover [row_start, end); ``base`` is the key of the entry that covers [start, row_start), if that is
-    not empty. A state stands at exactly ``end``. ``tokens`` are the ids of [start, end).
+    not empty. A state stands at exactly ``end``. ``tokens`` are the ids of [start, end). ``role`` is what the place is
+    (``policy.ROLES``), '' in records of before there were roles.
     """
 
     kind: str
@@ -88,6 +89,7 @@ class Meta:
     compute: str = "{}"
     software: str = ""
     answer: str = ""
+    role: str = ""
 
     def strings(self) -> dict[str, str]:
         return {
@@ -109,6 +111,7 @@ class Meta:
             "compute": self.compute,
             "software": self.software,
             "answer": self.answer,
+            "role": self.role,
         }
 
     @classmethod
@@ -132,6 +135,7 @@ class Meta:
             compute=s["compute"],
             software=s["software"],
             answer=s["answer"],
+            role=s.get("role", ""),
         )
 
     def consistent(self) -> bool:

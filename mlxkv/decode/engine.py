@@ -41,8 +41,9 @@ class Engine:
     model: a folder or a Hugging Face id. dtype: auto | bf16 | fp16 | fp32. cache_dir: where the prefix store lives;
     None or cache=False: no store. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward,
     None for what suits the device. async_kv_limit: bytes of live state up to which a step is submitted early, 0 =
-    never. wired: bytes to wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that
-    may wait.
+    never. ram_budget: bytes of the store's records kept in RAM; None: 1/16 of memory, at most 2 GiB; 0: none.
+    write_budget: bytes that the store may write a day; None: 100 GB. wired: bytes to wire on Metal (a raised
+    limit can panic a Mac; off by default). max_queue: requests that may wait.
 
     Raises ModelError if the model cannot be loaded, ConfigError for settings that cannot work.
     """
@@ -60,6 +61,8 @@ class Engine:
         async_kv_limit: int = 0,
         wired: int | None = None,
         allow_unprotected: bool = False,
+        ram_budget: int | None = None,
+        write_budget: int | None = None,
         max_queue: int = 256,
     ) -> None:
         self._options = Options(
@@ -72,6 +75,8 @@ class Engine:
             async_kv_limit=async_kv_limit,
             wired=wired,
             allow_unprotected=allow_unprotected,
+            ram_budget=ram_budget,
+            write_budget=write_budget,
         )
         numerics.prepare()
         self._max_queue = max_queue
