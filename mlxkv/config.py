@@ -140,6 +140,8 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "allow_unprotected": (_flag, "true or false"),
     "numerics": (_choice({"fast": "fast", "exact": "exact"}), "fast or exact"),
     "blas": (_text, "auto, none or the path of a BLAS library"),
+    "ram_budget": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
+    "write_budget": (parse_size, "a size such as 100GB; 0 to write nothing"),
     "prefill_chunk": (_whole(1, 2**20), "a whole number of tokens, at least 1"),
 }
 #: other spellings, in files and after MLXKV_; ``no_cache`` turns its value round
@@ -170,6 +172,8 @@ class Settings:
     numerics: str = "fast"
     blas: str = "auto"
     prefill_chunk: int | None = None
+    ram_budget: int | None = None
+    write_budget: int | None = None
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -238,6 +242,8 @@ class Settings:
             "async_kv_limit": self.async_kv_limit,
             "wired": self.wired,
             "allow_unprotected": self.allow_unprotected,
+            "ram_budget": self.ram_budget,
+            "write_budget": self.write_budget,
         }
 
 

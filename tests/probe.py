@@ -26,7 +26,8 @@ def equal(a: np.ndarray, b: np.ndarray, tolerance: float = TOLERANCE) -> bool:
 
 
 def runtime(model: Path, cache_dir: Path | None, **options) -> Runtime:
-    return open_runtime(Options(model=model, cache_dir=cache_dir, block_size=BLOCK, **options))[0]
+    """Without a RAM tier unless asked for: what is asked twice comes from disk twice."""
+    return open_runtime(Options(model=model, cache_dir=cache_dir, block_size=BLOCK, **{"ram_budget": 0} | options))[0]
 
 
 class Probe(Generation):

@@ -45,6 +45,16 @@ class Destination:
             return []
         return [head[a:b].reshape(-1).view(np.uint8).data for head in self._host[0]]
 
+    def copy(self) -> np.ndarray:
+        """A host copy of what is there."""
+        assert self._host is not None
+        return np.array(self._host, copy=True, order="C")
+
+    def copy_rows(self, a: int, b: int) -> np.ndarray:
+        """A host copy of rows [a, b) of ``[1, heads, rows, width]``."""
+        assert self._host is not None
+        return np.array(self._host[:, :, a:b], copy=True, order="C")
+
     def release(self) -> mx.array:
         """Drop the views and give the array away."""
         array = self._array

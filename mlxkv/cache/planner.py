@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from .index import Entry, Index
+from .index import Entry
 from .keys import KeySpace, common, pack
 from .layout import Layout
+
+
+class Entries(Protocol):
+    """Where entries are looked up: the index, or a view of several tiers."""
+
+    def entry(self, key: bytes) -> Entry | None: ...
+
+    def children(self, parent: bytes, tokens: bytes) -> list[Entry]: ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Plan:
 
 
 class Planner:
-    def __init__(self, index: Index, space: KeySpace, layout: Layout) -> None:
+    def __init__(self, index: Entries, space: KeySpace, layout: Layout) -> None:
         self.index, self.space, self.layout = index, space, layout
 
     def plan(self, tokens: list[int], limit: int, bad: Collection[tuple[bytes, str]] = ()) -> Plan:

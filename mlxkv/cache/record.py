@@ -77,7 +77,8 @@ class Meta:
     """What a record says of itself.
 
     Rows and windows cover [row_start, end); ``base`` is the key of the entry that covers [start, row_start), if that is
-    not empty. A state stands at exactly ``end``. ``tokens`` are the ids of [start, end).
+    not empty. A state stands at exactly ``end``. ``tokens`` are the ids of [start, end). ``role`` is what the place is
+    (``policy.ROLES``), '' in records of before there were roles.
     """
 
     kind: str
@@ -96,6 +97,7 @@ class Meta:
     compute: str = "{}"
     software: str = ""
     answer: str = ""
+    role: str = ""
 
     def strings(self) -> dict[str, str]:
         return {
@@ -117,6 +119,7 @@ class Meta:
             "compute": self.compute,
             "software": self.software,
             "answer": self.answer,
+            "role": self.role,
         }
 
     @classmethod
@@ -140,6 +143,7 @@ class Meta:
             compute=s["compute"],
             software=s["software"],
             answer=s["answer"],
+            role=s.get("role", ""),
         )
 
     def consistent(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +23,10 @@ from .inside import Inside
 from .keys import Identity, KeySpace, answer_digest
 from .layout import Layout, tensor_name
 from .planner import Plan
+from .ram import Draft
 from .record import Body, Meta
 from .state import Member, PositionError, SequenceState
-from .writer import Draft
+from .tiers import Handover
 
 log = logging.getLogger("mlxkv.cache")
 
@@ -60,9 +61,8 @@ class _Rows:
 
 @dataclass
 class Recorder:
-    """``tokens`` is the sequence's own list (prompt, then generated ids) and may grow. ``submit`` takes a finished
-    group and says whether it was accepted; ``stored`` says whether a key is on disk with all its rows, and with a
-    state."""
+    """``tokens`` is the sequence's own list (prompt, then generated ids) and may grow. ``handover`` takes finished
+    groups; ``stored`` says whether a key is stored with all its rows, and with a state."""
 
     state: SequenceState
     tokens: list[int]
@@ -70,7 +70,7 @@ class Recorder:
     layout: Layout
     identity: Identity
     software: str
-    submit: Callable[[list[Draft]], bool]
+    handover: Handover
     stored: Callable[[bytes], tuple[bool, bool]]
     plan: Plan
     barrier: Callable[[], None]
@@ -104,11 +104,11 @@ class Recorder:
         return min((*self.layout.windows, self.space.block))
 
     @_fault_is_a_miss
-    def flush(self, inside: Inside | None = None) -> None:
+    def flush(self, inside: Inside | None = None, roles: Mapping[int, str] | None = None) -> None:
         """Copy rows [flushed, position) out. Call while the state is evaluated and no newer step is built.
 
         ``inside``: boundaries that the last forward, all of which is not flushed yet, went past without a cut; their
-        states are kept too.
+        states are kept too, in the ``roles`` that they have (position -> one of ``policy.ROLES``).
         """
         a, b = self._flushed, self.state.position
         if self._dead or a >= b:
@@ -126,7 +126,7 @@ class Recorder:
         self._flushed = b
         for position, state in states.items():
             self._fill(position)
-            self._keep(position, state.__getitem__)
+            self._keep(position, state.__getitem__, role=(roles or {}).get(position, "message"))
         self._fill(b)
 
     def _fill(self, end: int) -> None:
@@ -135,19 +135,20 @@ class Recorder:
             self._entry(self._block_start(self._written) + self.space.block, None)
 
     @_fault_is_a_miss
-    def boundary(self, answer: tuple[int, str, int | None] | None = None) -> None:
-        """The sequence stands at a boundary: keep its state here. ``answer`` = (first token, text, last unprocessed id)
-        marks this position as the end of an answer."""
+    def boundary(self, answer: tuple[int, str, int | None] | None = None, role: str = "message") -> None:
+        """The sequence stands at a boundary: keep its state here. ``role`` is one of ``policy.ROLES``; ``answer`` =
+        (first token, text, last unprocessed id) marks this position as the end of an answer."""
         if self._dead:
             return
         self.flush()
-        self._keep(self.state.position, lambda member: member.arrays(), answer)
+        self._keep(self.state.position, lambda member: member.arrays(), answer, role)
 
     def _keep(
         self,
         position: int,
         read: Callable[[Member], dict[str, mx.array]],
         answer: tuple[int, str, int | None] | None = None,
+        role: str = "message",
     ) -> None:
         """Cut the entry that ends at ``position``, with the state that ``read`` gives. Blocks before it are cut."""
         if self._dead or self._flushed < position or position == 0:
@@ -170,20 +171,23 @@ class Recorder:
         if position == self._written:
             # rows up to here are cut already (a full block) or stored (a leaf): only what is new is added
             if state is not None or digest is not None:
-                self._add(key, parent, start, position, start, None, {}, state, digest)
+                self._add(key, parent, start, position, start, None, {}, state, digest, role)
         else:
-            self._entry(position, state, digest)
+            self._entry(position, state, digest, role)
 
     @_fault_is_a_miss
     def commit(self, *, everything: bool = False) -> None:
-        """A barrier has confirmed all that was captured so far; hand over full groups (or all)."""
+        """A barrier has confirmed all that was captured so far; hand over full groups, or ``everything`` at the end of
+        the request."""
         size = sum(d.nbytes for d in self._provisional)
-        if not self._provisional or (size < GROUP_BYTES and not everything):
+        if size < GROUP_BYTES and not everything:
             return
-        self.barrier()
+        if self._provisional:
+            self.barrier()
         group, self._provisional = self._provisional, []
-        if self.submit(group):
-            self.stored_tokens += sum(d.meta.end - d.meta.row_start for d in group if "rows" in d.bodies)
+        if self.handover.submit(group, everything):
+            if not self.handover.ram_only:
+                self.stored_tokens += sum(d.meta.end - d.meta.row_start for d in group if "rows" in d.bodies)
         else:
             self._dead = True  # later entries would hang on these
 
@@ -192,10 +196,17 @@ class Recorder:
         self._provisional.clear()
         self._rows.clear()
         self._dead = True
+        self.handover.drop()
 
     # cutting entries
 
-    def _entry(self, end: int, state: HostArrays | None, answer: tuple[bytes, int, int | None] | None = None) -> None:
+    def _entry(
+        self,
+        end: int,
+        state: HostArrays | None,
+        answer: tuple[bytes, int, int | None] | None = None,
+        role: str = "",
+    ) -> None:
         """Cut the entry that ends at ``end`` (a leaf, or a full block if on the grid) from the rows flushed so far."""
         start = self._block_start(end - 1)
         key = self.space.key(self._parent, self.tokens[start:end])
@@ -205,7 +216,7 @@ class Recorder:
             for kind in self.layout.row_kinds:
                 rows[kind] = self._cut(row_start, end, {t.name for t in self.layout.tensors(kind)})
         if rows or state is not None or answer is not None:
-            self._add(key, self._parent, start, end, row_start, self._base, rows, state, answer)
+            self._add(key, self._parent, start, end, row_start, self._base, rows, state, answer, role)
         if end % self.space.block == 0:
             self._before, self._parent, self._base = self._parent, key, None
         else:
@@ -224,6 +235,7 @@ class Recorder:
         rows: dict[str, HostArrays],
         state: HostArrays | None,
         answer: tuple[bytes, int, int | None] | None,
+        role: str,
     ) -> None:
         bodies = {kind: Body.of(arrays) for kind, arrays in rows.items()}
         if state is not None:
@@ -246,6 +258,7 @@ class Recorder:
             compute=self.identity.compute_json(),
             software=self.software,
             answer=note,
+            role=role if state is not None else "",
         )
         needs = tuple(k for k in (parent, base) if k is not None)
         if not rows:

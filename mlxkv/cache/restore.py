@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import mlx.core as mx
 import numpy as np
 
@@ -12,23 +15,29 @@ from .keys import KeySpace, unpack
 from .layout import Layout, MemberSpec, tensor_name
 from .member import PositionError
 from .planner import Piece, Plan
-from .record import OtherRows, Reader, RecordError
+from .ram import Draft, Ram, RamReader
+from .record import Body, Meta, OtherRows, Reader, RecordError
 from .state import SequenceState
 
 
 class RestoreFailed(Exception):
-    """One record of the plan failed; ``error`` says how. What was read is discarded."""
+    """One record of the plan failed; ``error`` says how, ``tier`` where it was read. What was read is discarded."""
 
-    def __init__(self, entry: Entry, kind: str, error: RecordError) -> None:
-        super().__init__(f"{entry.key.hex()[:12]}.{kind}: {error}")
-        self.entry, self.kind, self.error = entry, kind, error
+    def __init__(self, entry: Entry, kind: str, error: RecordError, tier: str) -> None:
+        super().__init__(f"{entry.key.hex()[:12]}.{kind} ({tier}): {error}")
+        self.entry, self.kind, self.error, self.tier = entry, kind, error, tier
 
 
 class Restorer:
-    """Reads for one plan into destinations that belong to nobody else yet."""
+    """Reads for one plan into destinations that belong to nobody else yet: from RAM what is there, else from disk.
 
-    def __init__(self, folder: CacheFolder, space: KeySpace, layout: Layout, tokens: list[int]) -> None:
-        self.folder, self.space, self.layout, self.tokens = folder, space, layout, tokens
+    What was read from disk is kept in RAM, as far as its budget goes. ``used`` are the tiers that were read.
+    """
+
+    def __init__(self, folder: CacheFolder, ram: Ram, space: KeySpace, layout: Layout, tokens: list[int]) -> None:
+        self.folder, self.ram, self.space, self.layout, self.tokens = folder, ram, space, layout, tokens
+        self.used: set[str] = set()
+        self._promoted = 0
 
     def run(self, plan: Plan, state: SequenceState, capacity: int) -> int:
         """Bring a fresh ``state`` to ``plan.position``, growing buffers with room for ``capacity`` rows; returns the
@@ -53,43 +62,64 @@ class Restorer:
         state.position = position
         return read
 
-    def _open(self, entry: Entry, kind: str, position: int) -> Reader:
-        """Open and compare with the chain: the record must be exactly what the plan says. Raises RestoreFailed."""
+    @contextmanager
+    def _open(self, entry: Entry, kind: str, position: int) -> Iterator[Reader | RamReader]:
+        """Open and compare with the chain: the record must be exactly what the plan says. Raises RestoreFailed, also
+        for a RecordError of the caller."""
+        tier = "ram"
         try:
-            reader = Reader.open(self.folder.file(entry.key, kind))
+            reader: Reader | RamReader | None = self.ram.open(entry.key, kind)
+            if reader is not None and kind != "state":
+                # held for another cut of the same rows than the plan's: the plan means the one on disk
+                reader = reader if (reader.meta.row_start, reader.meta.base) == (entry.row_start, entry.base) else None
+            if reader is None:
+                tier = "ssd"
+                reader = Reader.open(self.folder.file(entry.key, kind))
+            with reader:
+                self._compare(reader.meta, entry, kind, position)
+                yield reader
         except RecordError as e:
-            raise RestoreFailed(entry, kind, e) from e
-        m = reader.meta
+            raise RestoreFailed(entry, kind, e, tier) from e
+        self.used.add(tier)
+
+    def _compare(self, m: Meta, entry: Entry, kind: str, position: int) -> None:
         expected = (
             (m.kind, m.key, m.root, m.parent) == (kind, entry.key, self.space.root, entry.parent)
             and (m.start, m.end, m.block, m.layout) == (entry.start, entry.end, self.space.block, self.layout.digest)
             and list(m.tokens) == unpack(entry.tokens)
         )
         if not expected:
-            reader.close()
-            raise RestoreFailed(entry, kind, RecordError("the file holds another record than its name says"))
+            raise RecordError("the file holds another record than its name says")
         mine = self.tokens[m.start : min(m.end, position)]
         if list(m.tokens[: len(mine)]) != mine:  # the prompt, not the index, has the last word on tokens
-            reader.close()
-            raise RestoreFailed(entry, kind, RecordError("the record's tokens are not the prompt's"))
+            raise RecordError("the record's tokens are not the prompt's")
         if kind != "state" and (m.row_start, m.base) != (entry.row_start, entry.base):
-            reader.close()
-            raise RestoreFailed(entry, kind, OtherRows(f"its rows start at {m.row_start}, not {entry.row_start}"))
-        return reader
+            raise OtherRows(f"its rows start at {m.row_start}, not {entry.row_start}")
+
+    def _promote(self, reader: Reader | RamReader, arrays: Callable[[], dict[str, np.ndarray]]) -> None:
+        """Keep a record that was read whole and verified from disk. ``arrays`` makes host arrays that nobody else
+        has."""
+        if isinstance(reader, RamReader):
+            return
+        size = sum(b - a for _, _, a, b in reader.tensors.values())
+        if self._promoted + size > self.ram.budget:
+            return
+        self._promoted += size
+        held = {name: (reader.tensors[name][0], array) for name, array in arrays().items()}
+        self.ram.put(Draft(reader.meta, {reader.meta.kind: Body(held, dict(reader.sums))}, ()))
 
     def _rows(self, plan: Plan, capacity: int, arrays: dict[str, mx.array]) -> int:
         specs = self.layout.tensors("rows")
         into = {t.name: Destination(t.sized(capacity), t.dtype) for t in specs}
         read = 0
         for piece in plan.pieces:
+            a, b = piece.start, piece.end
             with self._open(piece.entry, "rows", plan.position) as reader:
-                try:
-                    reader.require(specs, piece.end - piece.start)
-                    for t in specs:
-                        reader.read_into(t.name, into[t.name].row_views(piece.start, piece.end))
-                        read += t.nbytes(piece.end - piece.start)
-                except RecordError as e:
-                    raise RestoreFailed(piece.entry, "rows", e) from e
+                reader.require(specs, b - a)
+                for t in specs:
+                    reader.read_into(t.name, into[t.name].row_views(a, b))
+                    read += t.nbytes(b - a)
+                self._promote(reader, lambda a=a, b=b: {name: d.copy_rows(a, b) for name, d in into.items()})
         arrays.update({name: d.release() for name, d in into.items()})
         return read
 
@@ -103,12 +133,10 @@ class Restorer:
             if not any(_needed(m, piece, position) for m in members):
                 continue
             with self._open(piece.entry, "window", position) as reader:
-                try:
-                    reader.require(specs, piece.end - piece.start)
-                    parts.append((piece, {t.name: reader.read(t.name) for t in specs}))
-                    read += sum(t.nbytes(piece.end - piece.start) for t in specs)
-                except RecordError as e:
-                    raise RestoreFailed(piece.entry, "window", e) from e
+                reader.require(specs, piece.end - piece.start)
+                parts.append((piece, {t.name: reader.read(t.name) for t in specs}))
+                read += sum(t.nbytes(piece.end - piece.start) for t in specs)
+                self._promote(reader, lambda: parts[-1][1])  # only read from here on
         for member in members:
             for t in member.tensors:
                 rows = [
@@ -127,12 +155,10 @@ class Restorer:
             raise PositionError(f"A state of position {entry.end} was planned for position {position}.")
         into = {t.name: Destination(t.shape, t.dtype) for t in specs}
         with self._open(entry, "state", position) as reader:
-            try:
-                reader.require(specs, 0)
-                for t in specs:
-                    reader.read_into(t.name, into[t.name].views())
-            except RecordError as e:
-                raise RestoreFailed(entry, "state", e) from e
+            reader.require(specs, 0)
+            for t in specs:
+                reader.read_into(t.name, into[t.name].views())
+            self._promote(reader, lambda: {name: d.copy() for name, d in into.items()})
         arrays.update({name: d.release() for name, d in into.items()})
         return sum(t.nbytes(0) for t in specs)
 

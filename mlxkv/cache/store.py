@@ -6,27 +6,33 @@ import contextlib
 import logging
 import sqlite3
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .daily import Daily
 from .folder import CacheFolder, FolderRefused, adopt, open_index
 from .index import Index
-from .keys import Identity, KeySpace, answer_digest, common, pack, root_key, unpack
+from .keeper import Keeper
+from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
 from .layout import Layout
 from .lookup import Lookup
 from .planner import Plan, Planner
+from .policy import Policy
+from .ram import Ram
 from .record import MissingRecord, OtherRows
 from .recorder import Recorder
 from .restore import RestoreFailed, Restorer
 from .state import SequenceState
+from .tiers import Handover, View
 from .writer import Writer
 
 log = logging.getLogger("mlxkv.cache")
 
 BLOCK = 256
-#: how long a look-up waits for records of a prefix that are being written this moment, seconds
-PENDING_WAIT = 2.0
+#: how long closing may go on writing what waits, seconds
+CLOSE_WITHIN = 10.0
 #: how long the engine waits to note a use while another process writes the index, seconds
 INDEX_WAIT = 0.5
 
@@ -35,7 +41,9 @@ class PrefixStore:
     """Restores and keeps the state of token prefixes under one folder, for one model identity and layout.
 
     ``folder`` is created (0700). ``block`` is the grid in tokens. ``queue_limit`` bounds bytes waiting to be written,
-    ``disk_floor`` the bytes of free disk below which nothing is written. Raises FolderRefused.
+    ``disk_floor`` the bytes of free disk below which nothing is written, ``ram_budget`` the bytes of records kept in
+    RAM (0: none, and tips are written at once). ``policy`` says which states are kept and how much is written a day.
+    Raises FolderRefused.
     """
 
     def __init__(
@@ -47,6 +55,8 @@ class PrefixStore:
         block: int = BLOCK,
         queue_limit: int = 2 << 30,
         disk_floor: int = 256 << 20,
+        ram_budget: int = 0,
+        policy: Policy | None = None,
         allow_unprotected: bool = False,
         software: str = "",
     ) -> None:
@@ -61,13 +71,26 @@ class PrefixStore:
             raise FolderRefused(f"The index of {folder} cannot be opened: {e}.") from e
         self.faults: dict[str, int] = {}
         self._spaces: dict[str, KeySpace] = {}
+        self.ram = Ram(ram_budget, lambda key, kind: self.writer.evicted(key, kind))
+        self.view = View(self.index, self.ram, layout.kinds)
+        self._running: Callable[[], Handover | None] = lambda: None
+        policy = policy or Policy()
         self.writer = Writer(
             self.folder,
             lambda index, root: Planner(index, KeySpace(root, block), layout),
+            ram=self.ram,
+            keeper=Keeper(self.folder, layout, self.ram, policy),
             limit=queue_limit,
             floor=disk_floor,
+            idle_s=policy.idle_s,
             name="mlxkv-writer",
+            busy=self._busy,
         )
+
+    def _busy(self) -> bool:
+        """A request that may store something is running."""
+        running = self._running()
+        return running is not None and not running.done
 
     def space(self, salt: str = "") -> KeySpace:
         if salt not in self._spaces:
@@ -77,21 +100,18 @@ class PrefixStore:
         return self._spaces[salt]
 
     def lookup(self, tokens: list[int], salt: str = "") -> Plan:
-        """The plan that covers most of ``tokens`` but the last. Waits briefly for records that are being written."""
+        """The plan that covers most of ``tokens`` but the last, from what RAM and disk hold together."""
         space = self.space(salt)
         limit = len(tokens) - 1
-        planner = Planner(self.index, space, self.layout)
+        self.view.error = None
         try:
-            coming = self._coming(space, tokens)  # before the plan: what is done in between is seen by it
-            plan = planner.plan(tokens, limit)
-            keys = {key for key, reach in coming.items() if reach > plan.position}
-            late = bool(keys) and plan.position < limit and not self.writer.wait_for(keys, PENDING_WAIT)
-            if keys and plan.position < limit:
-                plan = planner.plan(tokens, limit)
-            if plan.reason == "empty" and plan.position == 0:
+            plan = Planner(self.view, space, self.layout).plan(tokens, limit)
+            if self.view.error is not None:  # what RAM holds is still good
+                self.folder.suspect(self.view.error)
+                reason = self._fault("io_error", f"the index: {self.view.error}")
+                plan.reason = reason if plan.position < limit else None
+            elif plan.reason == "empty" and plan.position == 0:
                 plan.reason = self._elsewhere(space, tokens, salt) or "empty"
-            if plan.reason is not None and late:
-                plan.reason = "pending"
             return plan
         except Exception as e:  # whatever an index may hold: a miss, never the request's failure
             self.folder.suspect(e)
@@ -104,19 +124,34 @@ class PrefixStore:
         plan is made again without it, and the reason is the failure's. Never raises for a store fault."""
         space = self.space(salt)
         limit = len(tokens) - 1
-        planner = Planner(self.index, space, self.layout)
+        planner = Planner(self.view, space, self.layout)
         bad: set[tuple[bytes, str]] = set()
         adopted: set[tuple[bytes, str]] = set()
         failure: str | None = None
+
+        def again() -> Plan:
+            try:
+                return planner.plan(tokens, limit, bad)
+            except Exception as e:
+                self._fault("io_error", f"the index: {e}")
+                return Plan(parent=space.root)
+
         while plan.position > 0:
             state = new_state()
+            self.ram.touch([*([plan.state.key] if plan.state else []), *(p.entry.key for p in reversed(plan.pieces))])
+            restorer = Restorer(self.folder, self.ram, space, self.layout, tokens)
             try:
-                Restorer(self.folder, space, self.layout, tokens).run(plan, state, capacity)
+                restorer.run(plan, state, capacity)
             except RestoreFailed as e:
                 if isinstance(e.error, OtherRows) and (e.entry.key, e.kind) not in adopted and self._adopt(e):
                     adopted.add((e.entry.key, e.kind))
-                    with contextlib.suppress(sqlite3.Error):
-                        plan = planner.plan(tokens, limit, bad)
+                    plan = again()
+                    continue
+                if e.tier == "ram":  # the one on disk may be good; it is asked next
+                    self._fault(e.error.reason, str(e))
+                    self.ram.drop(e.entry.key, e.kind)
+                    plan = again()
+                    failure = failure or (e.error.reason if plan.position < limit else None)
                     continue
                 # rows without their state: said as a look-up after a restart would say it
                 rows = self.folder.file(e.entry.key, "rows")
@@ -124,10 +159,7 @@ class PrefixStore:
                 failure = failure or ("no_state" if gone else e.error.reason)
                 bad.add((e.entry.key, e.kind))
                 self._discard(e)
-                try:
-                    plan = planner.plan(tokens, limit, bad)
-                except sqlite3.Error:
-                    plan = Plan(parent=space.root)
+                plan = again()
                 continue
             except Exception as e:
                 failure = self._fault("corrupt", repr(e))
@@ -136,24 +168,33 @@ class PrefixStore:
             with contextlib.suppress(sqlite3.Error):
                 self.index.touch({p.entry.key for p in plan.pieces})
             reason = failure or plan.reason if plan.position < limit else None
-            return state, Lookup(plan.position, "ssd", reason, None if reason is None else plan.position), plan
+            source = "ssd" if "ssd" in restorer.used else "ram"
+            return state, Lookup(plan.position, source, reason, None if reason is None else plan.position), plan
         reason = (failure or plan.reason or "empty") if limit > 0 else None
         return new_state(), Lookup(0, "none", reason, None if reason is None else 0), plan
 
     def recorder(
-        self, state: SequenceState, tokens: list[int], plan: Plan, barrier: Callable[[], None], salt: str = ""
+        self,
+        state: SequenceState,
+        tokens: list[int],
+        plan: Plan,
+        barrier: Callable[[], None],
+        salt: str = "",
+        *,
+        roles: dict[int, str] | None = None,
+        turn: int = 0,
     ) -> Recorder:
         """A recorder that goes on where ``plan`` was restored. ``barrier`` returns once the device is known to have
-        done all its work without an error, and raises otherwise."""
+        done all its work without an error, and raises otherwise. ``roles``: what the boundaries of the prompt are
+        (position -> one of ``policy.ROLES``); ``turn``: where the last message before the newest user message ends."""
         space = self.space(salt)
-        planner = Planner(self.index, space, self.layout)
+        planner = Planner(self.view, space, self.layout)
+        handover = Handover(self.ram, self.writer, space, plan, tokens, roles or {}, turn)
+        self._running = weakref.ref(handover)
 
         def stored(key: bytes) -> tuple[bool, bool]:
-            try:
-                entry = self.index.entry(key)
-                return (entry is not None and planner.complete(key), entry is not None and "state" in entry.kinds)
-            except sqlite3.Error:
-                return (False, False)
+            entry = self.view.entry(key)
+            return (entry is not None and planner.complete(key), entry is not None and "state" in entry.kinds)
 
         return Recorder(
             state=state,
@@ -162,7 +203,7 @@ class PrefixStore:
             layout=self.layout,
             identity=self.identity,
             software=self.software,
-            submit=self.writer.submit,
+            handover=handover,
             stored=stored,
             plan=plan,
             barrier=barrier,
@@ -176,9 +217,7 @@ class PrefixStore:
         space = self.space(salt)
         digest = answer_digest(space.root, prompt, text)
         try:
-            keys = {d.meta.key for d in self.writer.waiting() if d.answer is not None and d.answer[0] == digest}
-            self.writer.wait_for(keys, PENDING_WAIT)
-            found = self.index.answer(digest)
+            found = self.view.answer(digest)
             if found is None:
                 return None
             key, first, last = found
@@ -186,7 +225,7 @@ class PrefixStore:
                 return None
             ids: list[int] = [] if last is None else [last]
             at: int | None = None
-            while (entry := self.index.entry(key)) is not None and entry.end > first and at in (None, entry.end):
+            while (entry := self.view.entry(key)) is not None and entry.end > first and at in (None, entry.end):
                 ids[:0] = unpack(entry.tokens)[max(0, first - entry.start) :]
                 if entry.start <= first:
                     known = entry.tokens.startswith(pack(prompt[entry.start :]))
@@ -196,27 +235,10 @@ class PrefixStore:
             self._fault("io_error", f"the index: {e}")
         return None
 
-    def close(self) -> None:
-        """Write what waits, then release the folder."""
-        self.writer.close()
+    def close(self, timeout: float = CLOSE_WITHIN) -> None:
+        """Write what waits, tips too, for at most so many seconds; then release the folder."""
+        self.writer.close(timeout)
         self.index.close()
-
-    def _coming(self, space: KeySpace, tokens: list[int]) -> dict[bytes, int]:
-        """Keys of entries that are being written and could serve ``tokens``, and how far they reach."""
-        waiting = [d.meta for d in self.writer.waiting() if d.meta.root == space.root]
-        if not waiting:
-            return {}
-        packed, parent, parents = pack(tokens), space.root, {space.root: 0}
-        for a in range(0, len(tokens) - self.block + 1, self.block):
-            parent = space.key_packed(parent, packed[4 * a : 4 * (a + self.block)])
-            parents[parent] = a + self.block
-        out: dict[bytes, int] = {}
-        for meta in waiting:
-            if parents.get(meta.parent) == meta.start:
-                shared = common(pack(meta.tokens), packed[4 * meta.start :])
-                if shared == len(meta.tokens) or self.layout.growing_only:
-                    out[meta.key] = meta.start + shared
-        return out
 
     def _elsewhere(self, space: KeySpace, tokens: list[int], salt: str) -> str | None:
         """Whether the same tokens are stored under another identity, and what differs."""
@@ -264,7 +286,8 @@ class PrefixStore:
 
 
 def stats(folder: Path) -> dict[str, Any]:
-    """``entries, records, bytes, by_model`` of a cache folder; zeros where there is none. Needs no model and no MLX.
+    """``entries, records, bytes, written_today, by_model`` of a cache folder; zeros where there is none.
+    Needs no model.
 
     ``bytes`` is what a budget counts: the size of every regular file under the folder.
     """
@@ -290,5 +313,6 @@ def stats(folder: Path) -> dict[str, Any]:
         "entries": sum(m["entries"] for m in by_model),
         "records": sum(m["records"] for m in by_model),
         "bytes": where.size() if folder.is_dir() else 0,
+        "written_today": Daily(folder).used(),
         "by_model": by_model,
     }

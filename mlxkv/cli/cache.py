@@ -24,6 +24,7 @@ def stats(
 ) -> None:
     """Count entries, records and bytes, for each model and together."""
     settings = flags.settings()
+    from ..cache.policy import Policy
     from ..cache.store import stats as count
     from .render import print_json
 
@@ -34,6 +35,8 @@ def stats(
     typer.echo(f"{settings.cache_dir}: {_line(found)}")
     for model in found["by_model"]:
         typer.echo(f"  {model['model']}: {_line(model)}")
+    limit = Policy().daily if settings.write_budget is None else settings.write_budget
+    typer.echo(f"  written today: {size(found['written_today'])} of at most {size(limit)}")
 
 
 def _line(found: dict[str, Any]) -> str:

@@ -46,6 +46,8 @@ ENGINE = CACHE_DIR | _group(
     "Cache",
     {
         "no_cache": (bool | None, ("--no-cache/--cache",), "Neither look up nor store state."),
+        "ram_budget": (str | None, ("--ram-budget",), "Records kept in RAM, above the disk.", {"metavar": "SIZE"}),
+        "write_budget": (str | None, ("--write-budget",), "Bytes written to disk a day.", {"metavar": "SIZE"}),
         "async_kv_limit": (
             str | None,
             ("--async-kv-limit",),

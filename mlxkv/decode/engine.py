@@ -42,8 +42,9 @@ class Engine:
     None or cache=False: no store. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward,
     None for what suits the device. split: whether a boundary of the store cuts a forward: always, never where the model
     can do without, or auto (on a GPU only 512 tokens or more after the last cut). async_kv_limit: bytes of live state
-    up to which a step is submitted early, 0 = never. wired: bytes to wire on Metal (a raised limit can panic a Mac; off
-    by default). max_queue: requests that may wait.
+    up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM; None: 1/16
+    of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB. wired: bytes to
+    wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait.
 
     Raises ModelError if the model cannot be loaded, ConfigError for settings that cannot work.
     """
@@ -62,6 +63,8 @@ class Engine:
         async_kv_limit: int = 0,
         wired: int | None = None,
         allow_unprotected: bool = False,
+        ram_budget: int | None = None,
+        write_budget: int | None = None,
         max_queue: int = 256,
     ) -> None:
         self._options = Options(
@@ -75,6 +78,8 @@ class Engine:
             async_kv_limit=async_kv_limit,
             wired=wired,
             allow_unprotected=allow_unprotected,
+            ram_budget=ram_budget,
+            write_budget=write_budget,
         )
         numerics.prepare()
         self._max_queue = max_queue

@@ -14,6 +14,7 @@ import mlx.core as mx
 from ..cache.inside import Inside
 from ..cache.lookup import Lookup
 from ..cache.planner import Plan
+from ..cache.policy import ladder
 from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
 from ..cache.store import PrefixStore
@@ -92,7 +93,9 @@ class Generation:
         state, lookup, plan = self._resume(prompt, store, limit)
         self.tokens = list(prompt.tokens)
         if store is not None:
-            self.recorder = store.recorder(state, self.tokens, plan, rt.barrier, salt)
+            self.recorder = store.recorder(
+                state, self.tokens, plan, rt.barrier, salt, roles=self._roles(prompt), turn=prompt.turn
+            )
         self.emit(Started(len(prompt.tokens), lookup.tokens))
         reason: FinishReason
         try:
@@ -156,25 +159,20 @@ class Generation:
 
     def _read(self, state: SequenceState, prompt: Prompt) -> mx.array:
         n = len(prompt.tokens)
-        layout = self.rt.layout
-        # where members can stand anywhere, or nowhere, a boundary is not worth a cut of its own
-        edges = (
-            [n - 1]
-            if layout is None or layout.growing_only
-            else sorted({b for b in prompt.boundaries if b < n - 1} | {n - 1})
-        )
+        roles = self._roles(prompt)
         ids = mx.array(prompt.tokens, mx.int32)
         self.emit(Progress(state.position, n))
+        edges = sorted({*roles, n - 1})
         while state.position < n - 1:
             self._check()
             end, inside = self.rt.split.segment(state.position, edges, self.rt.chunk)
             left = self._segment(state, ids[state.position : end], inside)
             mx.eval(state.live())
             if self.recorder is not None:
-                self.recorder.flush(left)
+                self.recorder.flush(left, roles)
             left = None
-            if state.position in edges:
-                self._boundary(state)
+            if state.position in roles:
+                self._boundary(state, roles[state.position])
             if self.recorder is not None:
                 self.recorder.commit()
             mx.clear_cache()
@@ -191,9 +189,18 @@ class Generation:
             self._forward(state, ids)
         return left
 
-    def _boundary(self, state: SequenceState) -> None:
+    def _roles(self, prompt: Prompt) -> dict[int, str]:
+        """Where the prefill is cut and state is kept. A function of tokens and configuration only."""
+        layout = self.rt.layout
+        end = len(prompt.tokens) - 1
+        # where members can stand anywhere, or nowhere, a boundary is not worth a cut of its own
+        if layout is None or layout.growing_only:
+            return {end: "tip"}
+        return prompt.roles(ladder(self.rt.ladder, end, prompt.boundaries))
+
+    def _boundary(self, state: SequenceState, role: str) -> None:
         if self.recorder is not None:
-            self.recorder.boundary()
+            self.recorder.boundary(role=role)
         state.settle()
         mx.eval(state.live())
 
@@ -271,8 +278,9 @@ class Generation:
         if reason in ("stop", "length") and self.text and not self._cut:
             last = None if self.sampled[-1] in self.rt.eos else self.sampled[-1]
             answer = (len(prompt.tokens), self.text, last)
-        if state.position > len(prompt.tokens) - 1 or reason == "cancelled":
-            self.recorder.boundary(answer)
+        decoded = state.position > len(prompt.tokens) - 1
+        if decoded or reason == "cancelled":
+            self.recorder.boundary(answer, role="answer" if decoded else "tip")
         self.recorder.commit(everything=True)
 
     def _completion(self, prompt: Prompt, lookup: Lookup, reason: FinishReason) -> Completion:

@@ -22,10 +22,14 @@ class Options:
     async_kv_limit: int = 0
     wired: int | None = None
     allow_unprotected: bool = False
+    ram_budget: int | None = None
+    write_budget: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 65536:
             raise ConfigError(f"The block size is {self.block_size}.", "It must be from 1 to 65536 tokens.")
+        if min(self.ram_budget or 0, self.write_budget or 0) < 0:
+            raise ConfigError("A budget is negative.", "Give bytes, or 0 for off.")
         if self.prefill_chunk is not None and not 1 <= self.prefill_chunk <= 65536:
             raise ConfigError(f"The prefill chunk is {self.prefill_chunk}.", "It must be from 1 to 65536 tokens.")
         if self.split not in ("always", "auto", "never"):

@@ -8,7 +8,7 @@ replaced by the very ids it was sampled as, where those are known and decode to 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,24 @@ FindAnswer = Callable[[list[int], str], "list[int] | None"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the positions (0 < b < len(tokens), ascending) where a message ends."""
+    """Token ids, and the positions (0 < b < len(tokens), ascending) where a message ends.
+
+    ``head``: the end of system prompt and tools; ``turn``: the end of the last message before the newest user message;
+    0 where there is none.
+    """
 
     tokens: list[int]
     boundaries: list[int]
+    head: int = 0
+    turn: int = 0
+
+    def roles(self, ladder: Sequence[int] = ()) -> dict[int, str]:
+        """What each place is where a state is worth keeping, up to n−1: position -> one of ``policy.ROLES``."""
+        end = len(self.tokens) - 1
+        roles = {rung: "ladder" for rung in ladder} | {end: "tip"} | {b: "message" for b in self.boundaries if b <= end}
+        if self.head in roles:
+            roles[self.head] = "system"
+        return {b: roles[b] for b in sorted(roles) if b > 0}
 
 
 def build(request: Request, tokenizer: Any, eos: set[int], find_answer: FindAnswer) -> Prompt:
@@ -46,7 +60,8 @@ def build(request: Request, tokenizer: Any, eos: set[int], find_answer: FindAnsw
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise RequestError(f"{token!r} is not a token id.", "Ids are whole numbers from 0.", param="tokens")
     ends = [i + 1 for i, token in enumerate(tokens[:-1]) if token in eos]
-    return Prompt(tokens, [end for i, end in enumerate(ends) if _worth(len(ends) - i)])
+    # the last end is the newest message's, if what follows begins an answer
+    return Prompt(tokens, [end for i, end in enumerate(ends) if _worth(len(ends) - i)], turn=([0, 0, *ends])[-2])
 
 
 @dataclass
@@ -88,11 +103,13 @@ def _from_messages(request: Request, tokenizer: Any, eos: set[int], find_answer:
         return len(text) if whole.startswith(text) else _agreement(text, whole)
 
     looked_at = [i for i in range(1, len(messages) + 1) if _worth(len(messages) - i)]
-    cuts = {common(messages[:i]) for i in looked_at}
-    cuts.add(_head(messages, common))
+    ends = {i: common(messages[:i]) for i in looked_at}
+    head = _head(messages, common)
+    newest = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
     answers = _answers(messages, known, whole, render, common)
-    tokens, cut_tokens = _tokenise(whole, cuts, answers, tokenizer, eos, find_answer)
-    return Prompt(tokens, sorted(b for b in cut_tokens if 0 < b < len(tokens)))
+    tokens, at = _tokenise(whole, {*ends.values(), head}, answers, tokenizer, eos, find_answer)
+    boundaries = sorted({b for b in at.values() if 0 < b < len(tokens)})
+    return Prompt(tokens, boundaries, head=at[head], turn=at[ends[newest]] if newest in ends else 0)
 
 
 def _answers(
@@ -165,8 +182,9 @@ def _agreement(a: str, b: str) -> int:
 
 def _tokenise(
     whole: str, cuts: set[int], answers: list[_Answer], tokenizer: Any, eos: set[int], find_answer: FindAnswer
-) -> tuple[list[int], set[int]]:
-    """Ids of ``whole`` with known answers' ids in place, and the cuts (characters) as token positions, rounded down."""
+) -> tuple[list[int], dict[int, int]]:
+    """Ids of ``whole`` with known answers' ids in place, and each cut (a character) as a token position, rounded
+    down."""
     tokens: list[int] = []
     ends: list[int] = []  # for each token, the character at which it ends
     at = 0  # the end of what ``tokens`` covers: the start, or the end of a known answer
@@ -198,7 +216,7 @@ def _tokenise(
     flow, flow_ends = encode(len(whole))
     tokens += flow
     ends += flow_ends
-    return tokens, {bisect_right(ends, cut) for cut in cuts}  # a cut inside a token is moved before it
+    return tokens, {cut: bisect_right(ends, cut) for cut in cuts}  # a cut inside a token is moved before it
 
 
 def _encode_behind(before: str, text: str, tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from ..cache.head import HeadCache  # noqa: E402
 from ..cache.inside import obstacle  # noqa: E402
 from ..cache.keys import Identity  # noqa: E402
 from ..cache.layout import Layout, probe  # noqa: E402
+from ..cache.policy import LADDER, Policy  # noqa: E402
 from ..cache.store import PrefixStore  # noqa: E402
-from ..errors import MlxkvError  # noqa: E402
+from ..errors import ConfigError, MlxkvError  # noqa: E402
 from ..models import load  # noqa: E402
 from ..models.mtp import WithHead  # noqa: E402
 from ..models.spans import Spans, install  # noqa: E402
@@ -35,8 +37,8 @@ log = logging.getLogger("mlxkv.engine")
 @dataclass(frozen=True)
 class Runtime:
     """What a generation needs. ``layout`` is None for a model whose state has no known kinds; ``store`` is None when
-    nothing is kept. ``chunk`` in tokens, ``async_kv_limit`` in bytes. ``barrier`` returns once the device has finished
-    everything that this thread submitted, and raises its error otherwise."""
+    nothing is kept. ``chunk`` and ``ladder`` (the first rung) in tokens, ``async_kv_limit`` in bytes. ``barrier``
+    returns once the device has finished everything that this thread submitted, and raises its error otherwise."""
 
     model: Any
     tokenizer: Any
@@ -52,6 +54,7 @@ class Runtime:
     #: where forwards are split; announces those that are not
     split: Split = field(default_factory=Split)
     spans: Spans = field(default_factory=Spans)
+    ladder: int = LADDER
     barrier: Callable[[], None] = mx.synchronize
 
 
@@ -80,6 +83,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         headed = None
     if layout is not None and options.cache_dir is not None:
         head = "mtp" if headed else "none"
+        ram = ram_budget(options.ram_budget, layout, loaded.context_length, options.block_size)
+        policy = Policy() if options.write_budget is None else Policy(daily=options.write_budget)
         compute = {**now.identity(), "dtype": loaded.dtype, "dequantised": str(loaded.dequantised), "head": head}
         try:
             store = PrefixStore(
@@ -87,6 +92,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
                 Identity(loaded.fingerprint, tuple(sorted(compute.items())), layout.digest, loaded.name),
                 layout,
                 block=options.block_size,
+                ram_budget=ram,
+                policy=policy,
                 allow_unprotected=options.allow_unprotected,
                 software=f"mlx {now.mlx_version}, BLAS {now.blas}",
             )
@@ -125,6 +132,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         load_s=load_s,
         split=split,
         spans=shared,
+        ladder=-(-LADDER // options.block_size) * options.block_size,
     )
     return runtime, info
 
@@ -142,6 +150,24 @@ def _split(
         log.info("every boundary splits the forward: %s", reason)
         return Split(), shared
     return split, shared
+
+
+def ram_budget(wanted: int | None, layout: Layout, context: int | None, block: int) -> int:
+    """Bytes of records to keep in RAM. ``wanted`` must hold one full sequence (of ``context`` tokens, or one block
+    where no context is known) with a state, or be 0. Raises ConfigError. None: 1/16 of memory, at most 2 GiB, which may
+    be less: what does not fit is read from disk."""
+    if wanted is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(memory // 16, 2 << 30)
+    tokens = context or block
+    need = sum(t.nbytes(tokens) for kind in ("rows", "window", "state") for t in layout.tensors(kind))
+    if 0 < wanted < need:
+        raise ConfigError(
+            f"The RAM budget of {wanted:,} bytes does not hold one full sequence: {tokens:,} tokens of this model need "
+            f"{need:,} bytes.",
+            "Give ram_budget at least that, 0 to keep nothing in RAM, or leave it out for a part of memory.",
+        )
+    return wanted
 
 
 def _prepare_device(wired: int | None) -> None:

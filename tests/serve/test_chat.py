@@ -31,7 +31,7 @@ def test_a_completion(client):
     again = client.chat.completions.create(model="llama", messages=MESSAGES, max_tokens=8)
     assert again.choices[0].message.content == choice.message.content
     assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
-    assert again.model_extra["mlxkv"]["cache"]["source"] == "ssd"
+    assert again.model_extra["mlxkv"]["cache"]["source"] == "ram"
     assert again.model_extra["mlxkv"]["timings"]["ttft_s"] > 0
 
 
@@ -47,7 +47,7 @@ def test_a_stream_says_the_same(client):
     assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 40
     assert all(chunk.usage is None for chunk in chunks[:-1])
-    assert chunks[-2].model_extra["mlxkv"]["cache"]["source"] == "ssd"
+    assert chunks[-2].model_extra["mlxkv"]["cache"]["source"] == "ram"
 
 
 def test_the_stream_on_the_wire(http):
