@@ -391,7 +391,6 @@ MORE_INEXACT = {
             "olmo3": "3.3e-7",
             "cohere2": "2.4e-7",
             "iquestloopcoder": "2e-7",
-            "llama4": "0",
             "gemma3n": "3.6e-7",
         }.items()
     },
