@@ -10,11 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .folder import CacheFolder, FolderRefused, open_index
+from ..errors import ConfigError
+from .folder import CacheFolder, FolderRefused
 from .index import Index
 from .keys import Identity, KeySpace, answer_digest, common, pack, root_key, unpack
 from .layout import Layout
+from .ledger import SHARE, Ledger, default_budget, minimum
+from .lock import FolderLock, LockRefused
 from .lookup import Lookup
+from .opening import Progress, open_index
 from .planner import Plan, Planner
 from .record import MissingRecord
 from .recorder import Recorder
@@ -34,8 +38,12 @@ INDEX_WAIT = 0.5
 class PrefixStore:
     """Restores and keeps the state of token prefixes under one folder, for one model identity and layout.
 
-    ``folder`` is created (0700). ``block`` is the grid in tokens. ``queue_limit`` bounds bytes waiting to be written,
-    ``disk_floor`` the bytes of free disk below which nothing is written. Raises FolderRefused.
+    ``folder`` is created (0700). ``block`` is the grid in tokens. ``budget`` bounds what all files in the folder weigh,
+    bytes (None: a tenth of the free disk, at most 32 GB); where several stores have it open, the smallest counts.
+    ``share`` is the part of it that one model may have when space is short and others have entries. ``queue_limit``
+    bounds bytes waiting to be written, ``disk_floor`` the bytes of free disk below which nothing is written.
+    ``progress`` is told (records done, of how many) while the index is built again. Raises FolderRefused, and
+    ConfigError for a budget in which nothing would fit.
     """
 
     def __init__(
@@ -45,29 +53,89 @@ class PrefixStore:
         layout: Layout,
         *,
         block: int = BLOCK,
+        budget: int | None = None,
+        share: float = SHARE,
         queue_limit: int = 2 << 30,
         disk_floor: int = 256 << 20,
         allow_unprotected: bool = False,
         software: str = "",
+        progress: Progress | None = None,
     ) -> None:
         self.folder = CacheFolder(folder)
-        self.folder.prepare(allow_unprotected=allow_unprotected)
         self.identity, self.layout, self.block, self.software = identity, layout, block, software
-        try:
-            self.folder.clear_leftovers()
-            self.index = open_index(self.folder)
-            self.index.wait_at_most(INDEX_WAIT)
-        except (OSError, sqlite3.Error) as e:
-            raise FolderRefused(f"The index of {folder} cannot be opened: {e}.") from e
+        least = minimum(layout, block)
+        if budget is not None and budget < least:
+            raise ConfigError(
+                f"The cache budget is {budget:,} bytes; one block of {block} tokens of this model and the index need "
+                f"{least:,}.",
+                f"Give --cache-budget at least {-(-least // 10**6)}MB, or --no-cache.",
+            )
+        self.folder.prepare(allow_unprotected=allow_unprotected)
+        self._open(budget, least, progress)
         self.faults: dict[str, int] = {}
         self._spaces: dict[str, KeySpace] = {}
+        self._pinned: frozenset[bytes] = frozenset()
         self.writer = Writer(
             self.folder,
             lambda index, root: Planner(index, KeySpace(root, block), layout),
+            store=self.ledger.store,
+            pinned=lambda: self._pinned,
+            share=share,
             limit=queue_limit,
             floor=disk_floor,
             name="mlxkv-writer",
         )
+
+    def _open(self, budget: int | None, least: int, progress: Progress | None) -> None:
+        """Lock the folder, bring its index in step, take part in its ledger, and evict what is over the budget."""
+        path = self.folder.path
+        try:
+            self._lock = FolderLock(path)
+        except (LockRefused, OSError) as e:
+            raise FolderRefused(f"The cache folder {path} cannot be locked: {e}. Choose another --cache-dir.") from e
+        try:
+            self.folder.clear_leftovers()
+
+            def allowed() -> int:
+                return default_budget(path, self.folder.size()) if budget is None else budget
+
+            self.index = open_index(self.folder, self._lock, budget=allowed, progress=progress)
+            try:
+                self.budget = default_budget(path, self.index.charge()) if budget is None else budget
+                if self.budget < least:
+                    raise FolderRefused(
+                        f"The disk of {path} is too full: a tenth of what is free is {self.budget:,} bytes, and "
+                        f"{least:,} are needed. Free some space, or say with --cache-budget how much may be used."
+                    )
+                self.folder.quarantine_limit = min(self.folder.quarantine_limit, self.budget // 8)
+                self.ledger = Ledger.join(self.index, self.folder, self.budget)
+                self._enforce(least)
+                self._lock.share()
+                self.index.wait_at_most(INDEX_WAIT)
+            except BaseException:
+                self.index.close()
+                raise
+        except (OSError, sqlite3.Error, LockRefused) as e:
+            self._lock.close()
+            raise FolderRefused(f"The index of {path} cannot be opened: {e}.") from e
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _enforce(self, least: int) -> None:
+        self.ledger.reclaim()
+        budget = self.index.budget() or self.budget
+        for _ in range(4):
+            if (over := self.index.charge() - budget) <= 0:
+                return
+            if not self.ledger.make_room(over).bytes:
+                break
+        if (over := self.index.charge() - budget) > 0:
+            self.ledger.leave()
+            raise FolderRefused(
+                f"Files that are not the store's, or the index, take up the cache budget of {budget:,} bytes in "
+                f"{self.folder.path}: {over:,} too many. Remove them, or raise --cache-budget."
+            )
 
     def space(self, salt: str = "") -> KeySpace:
         if salt not in self._spaces:
@@ -109,6 +177,7 @@ class PrefixStore:
         failure: str | None = None
         while plan.position > 0:
             state = new_state()
+            self._pinned = frozenset(p.entry.key for p in plan.pieces)
             try:
                 Restorer(self.folder, space, self.layout, tokens).run(plan, state, capacity)
             except RestoreFailed as e:
@@ -127,8 +196,9 @@ class PrefixStore:
                 failure = self._fault("corrupt", repr(e))
                 plan = Plan(parent=space.root)
                 continue
-            with contextlib.suppress(sqlite3.Error):
-                self.index.touch({p.entry.key for p in plan.pieces})
+            finally:
+                self._pinned = frozenset()
+            self.writer.touch(plan.pieces[-1].entry.key)  # what the last piece hangs on stays as long as it does
             reason = failure or plan.reason if plan.position < limit else None
             return state, Lookup(plan.position, "ssd", reason, None if reason is None else plan.position), plan
         reason = (failure or plan.reason or "empty") if limit > 0 else None
@@ -193,7 +263,10 @@ class PrefixStore:
     def close(self) -> None:
         """Write what waits, then release the folder."""
         self.writer.close()
+        with contextlib.suppress(Exception):  # what is left open is settled by whoever opens the folder next
+            self.ledger.leave()
         self.index.close()
+        self._lock.close()
 
     def _coming(self, space: KeySpace, tokens: list[int]) -> dict[bytes, int]:
         """Keys of entries that are being written and could serve ``tokens``, and how far they reach."""
@@ -236,8 +309,9 @@ class PrefixStore:
         self._fault(error.reason, str(failed))
         self.folder.set_aside(self.folder.file(entry.key, kind), error.action)
         if error.action in ("quarantine", "delete", "forget"):
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(sqlite3.Error, OSError), self.index.transaction(checked=False):
                 self.index.drop_record(entry.key, kind)
+                self.ledger.count()
 
     def _fault(self, reason: str, detail: str) -> str:
         self.faults[reason] = self.faults.get(reason, 0) + 1

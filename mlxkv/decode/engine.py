@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ class Engine:
     """Loads ``model`` on a thread of its own and answers requests there until ``close()``.
 
     model: a folder or a Hugging Face id. dtype: auto | bf16 | fp16 | fp32. cache_dir: where the prefix store lives;
-    None or cache=False: no store. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward,
+    None or cache=False: no store. cache_budget: bytes that everything in that folder may weigh, None for a tenth of the
+    free disk, at most 32 GB. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward,
     None for what suits the device. async_kv_limit: bytes of live state up to which a step is submitted early, 0 =
     never. wired: bytes to wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that
-    may wait.
+    may wait. progress: told (what is done, how much of it, of how much) on the engine's thread while it starts.
 
     Raises ModelError if the model cannot be loaded, ConfigError for settings that cannot work.
     """
@@ -55,23 +57,27 @@ class Engine:
         adapter: str | Path | None = None,
         cache_dir: Path | str | None = None,
         cache: bool = True,
+        cache_budget: int | None = None,
         block_size: int = 256,
         prefill_chunk: int | None = None,
         async_kv_limit: int = 0,
         wired: int | None = None,
         allow_unprotected: bool = False,
         max_queue: int = 256,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self._options = Options(
             model=model,
             dtype=dtype,
             adapter=adapter,
             cache_dir=Path(cache_dir).expanduser() if cache and cache_dir is not None else None,
+            cache_budget=cache_budget,
             block_size=block_size,
             prefill_chunk=prefill_chunk,
             async_kv_limit=async_kv_limit,
             wired=wired,
             allow_unprotected=allow_unprotected,
+            progress=progress,
         )
         numerics.prepare()
         self._max_queue = max_queue
