@@ -125,6 +125,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "adapter": (_text, "a folder with LoRA weights"),
     "cache_dir": (_path, "a folder"),
     "cache": (_flag, "true or false"),
+    "cache_budget": (parse_size, "a size such as 20GB"),
     "max_tokens": (_sampling("max_tokens", _whole(-(2**63))), "a whole number, at least 1"),
     "temperature": (_sampling("temperature", _number), "a number from 0 to 100"),
     "top_p": (_sampling("top_p", _number), "a number from 0 to 1"),
@@ -156,6 +157,7 @@ class Settings:
     adapter: str | None = None
     cache_dir: Path = field(default_factory=lambda: default_cache_dir())
     cache: bool = True
+    cache_budget: int | None = None
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
@@ -238,6 +240,7 @@ class Settings:
             "adapter": self.adapter,
             "cache_dir": self.cache_dir,
             "cache": self.cache,
+            "cache_budget": self.cache_budget,
             "prefill_chunk": self.prefill_chunk,
             "async_kv_limit": self.async_kv_limit,
             "wired": self.wired,

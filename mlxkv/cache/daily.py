@@ -27,9 +27,15 @@ class Daily:
     def used(self) -> int:
         """Bytes written today."""
         try:
-            return _parse(self.path.read_bytes())
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return 0
+        try:
+            return _parse(os.read(fd, 4096))
+        except OSError:
+            return 0
+        finally:
+            os.close(fd)
 
     def add(self, nbytes: int) -> None:
         """Count bytes that were written. What cannot be noted is not counted."""

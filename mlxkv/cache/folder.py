@@ -1,4 +1,4 @@
-"""The cache folder: where things are in it, what it must allow, and how it is brought back in step with its index."""
+"""The cache folder: where things are in it, what it must allow, and what its files weigh."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from .index import FILE, Entry, Index
+from .index import FILE, SUFFIX, Entry, Index
 from .keys import pack
 from .layout import RECORD_KINDS
 from .record import MissingRecord, Reader, RecordError
 
-SUFFIX = ".safetensors"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # bford.info/cachedir: backups pass the folder over
 QUARANTINE_LIMIT = 64 << 20
-_SUFFIXES = ("", "-wal", "-shm")  # of the index's files
 #: names of temporaries begin with the process id and a word of this very process: ids come again, in containers at once
 _PREFIX = f"{os.getpid()}-{secrets.token_hex(4)}-"
 _TEMPORARY = re.compile(r"([1-9][0-9]{0,9})-[0-9a-f]{8}-")
+_RECORD = re.compile(rf"[0-9a-f]{{64}}\.(?:{'|'.join(RECORD_KINDS)}){re.escape(SUFFIX)}")
+_SUBFOLDER = re.compile(r"[0-9a-f]{2}")
+_INDEX = {FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal"}
 
 
 class FolderRefused(Exception):
@@ -42,6 +43,7 @@ class CacheFolder:
         self.tmp = path / "tmp"
         self.quarantine_dir = path / "quarantine"
         self.suspicion = path / "index.damaged"
+        self.quarantine_limit = QUARANTINE_LIMIT
 
     def prepare(self, *, allow_unprotected: bool = False) -> None:
         """Create what is missing, private to the user. Raises FolderRefused."""
@@ -59,7 +61,7 @@ class CacheFolder:
             probe.unlink(missing_ok=True)  # one that could not be removed the last time
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             modes = [stat.S_IMODE(p.stat().st_mode) & 0o077 for p in (*ours, probe)]
-            probe.unlink()
+            probe.unlink(missing_ok=True)
             for name, text in (("CACHEDIR.TAG", TAG), (".metadata_never_index", "")):
                 with contextlib.suppress(FileExistsError):
                     fd = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -77,9 +79,28 @@ class CacheFolder:
         name = key.hex()
         return self.records / name[:2] / f"{name}.{kind}{SUFFIX}"
 
+    def holds(self, key: bytes, kind: str) -> bool:
+        """Whether a record's file is there: a regular file, not behind a link."""
+        path = self.file(key, kind)
+        try:
+            return stat.S_ISREG(os.lstat(path).st_mode) and not path.parent.is_symlink()
+        except OSError:
+            return False
+
+    def remove(self, key: bytes, kind: str) -> None:
+        """Remove a record's file, if it is there; what a linked subfolder leads to is not ours. Raises OSError."""
+        path = self.file(key, kind)
+        if not path.parent.is_symlink():
+            path.unlink(missing_ok=True)
+
     def temporary(self, name: str) -> Path:
         """Where this thread may write something that is not yet to be seen."""
         return self.tmp / f"{_PREFIX}{threading.get_ident()}-{name}"
+
+    @property
+    def temporaries(self) -> str:
+        """What the names of this process's temporaries begin with."""
+        return _PREFIX
 
     def scan(self) -> Iterator[tuple[bytes, str, Path]]:
         """Every file that is named like a record; links and foreign files are passed over."""
@@ -110,9 +131,9 @@ class CacheFolder:
         held = sorted((p.name, p.stat().st_size, p) for p in self.quarantine_dir.iterdir() if p.is_file())
         total = sum(size for _, size, _ in held)
         for _, size, path in held:
-            if total <= QUARANTINE_LIMIT:
+            if total <= self.quarantine_limit:
                 break
-            path.unlink()
+            path.unlink(missing_ok=True)
             total -= size
 
     def suspect(self, error: Exception) -> None:
@@ -128,19 +149,78 @@ class CacheFolder:
             named = _TEMPORARY.match(path.name)
             if named is None or path.name.startswith(_PREFIX):
                 continue
-            if (pid := int(named[1])) == os.getpid() or not _alive(pid):
+            pid = int(named[1])
+            if pid == os.getpid() or not _alive(pid):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
+    def remove_temporaries(self, prefix: str) -> None:
+        """Remove what a process that is gone was writing."""
+        for path in self.tmp.iterdir() if _TEMPORARY.fullmatch(prefix) else ():
+            if path.name.startswith(prefix):
+                path.unlink(missing_ok=True)
+
+    def empty_quarantine(self) -> None:
+        for path in self.quarantine_dir.iterdir():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def listing(self) -> tuple[set[str], int]:
+        """(names of files that are named like records and lie where they belong, bytes of all else under
+        ``records/``). Costs little more than listing the folders."""
+        names: set[str] = set()
+        foreign = 0
+        with os.scandir(self.records) as subs:
+            for sub in subs:
+                if not sub.is_dir(follow_symlinks=False) or not _SUBFOLDER.fullmatch(sub.name):
+                    foreign += weight(sub.path)
+                    continue
+                with contextlib.suppress(OSError), os.scandir(sub.path) as items:
+                    begin, match = sub.name, _RECORD.fullmatch
+                    for item in items:
+                        name = item.name
+                        if match(name) and name.startswith(begin) and item.is_file(follow_symlinks=False):
+                            names.add(name)
+                        else:
+                            foreign += weight(item.path)
+        return names, foreign
+
+    def outside(self, written: Collection[str] = ()) -> int:
+        """``st_size`` of every regular file beside the records and the index, in bytes, without temporaries whose names
+        begin with one of ``written``."""
+        total = 0
+        begins = tuple(written)
+        for name in os.listdir(self.path):
+            if name in _INDEX or name == self.records.name:
+                continue
+            if name != self.tmp.name:
+                total += weight(self.path / name)
+                continue
+            for temporary in os.listdir(self.tmp):
+                if not begins or not temporary.startswith(begins):
+                    total += weight(self.tmp / temporary)
+        return total
+
     def size(self) -> int:
         """``st_size`` of every regular file under the folder, in bytes."""
-        total = 0
-        for base, _, files in os.walk(self.path):
-            for name in files:
-                with contextlib.suppress(OSError):
-                    info = os.lstat(os.path.join(base, name))
-                    total += info.st_size if stat.S_ISREG(info.st_mode) else 0
-        return total
+        return weight(self.path)
+
+
+def parse(name: str) -> tuple[bytes, str]:
+    """The key and kind that the name of a record's file says."""
+    stem, _, kind = name.removesuffix(SUFFIX).partition(".")
+    return bytes.fromhex(stem), kind
+
+
+def weight(path: str | Path) -> int:
+    """``st_size`` of a regular file, or of all regular files under a folder; links count nothing."""
+    try:
+        info = os.lstat(path)
+        if stat.S_ISREG(info.st_mode):
+            return info.st_size
+        return sum(weight(item.path) for item in os.scandir(path)) if stat.S_ISDIR(info.st_mode) else 0
+    except OSError:  # gone meanwhile, or not ours to look into
+        return 0
 
 
 def _alive(pid: int) -> bool:
@@ -153,43 +233,9 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def open_index(folder: CacheFolder) -> Index:
-    """The folder's index, in step with its files: orphans are adopted, rows without a file dropped. A damaged index is
-    set aside and built again from the files. Raises sqlite3.Error if even that fails, OSError."""
-    try:
-        if os.path.lexists(folder.suspicion):
-            raise sqlite3.DatabaseError("an earlier run found it damaged")
-        if any((folder.path / (FILE + suffix)).is_symlink() for suffix in _SUFFIXES):
-            raise sqlite3.DatabaseError("it is a symbolic link")  # SQLite would write into whatever it leads to
-        index = Index(folder.path)
-        _reconcile(folder, index)
-        return index
-    except sqlite3.DatabaseError as e:
-        if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
-            raise  # busy, not damaged
-        folder.suspicion.unlink(missing_ok=True)
-        for suffix in _SUFFIXES:
-            folder.set_aside(folder.path / (FILE + suffix), "quarantine")
-        index = Index(folder.path)
-        _reconcile(folder, index)
-        return index
-
-
-def _reconcile(folder: CacheFolder, index: Index) -> None:
-    known = index.names()
-    files = {(key, kind): path for key, kind, path in folder.scan()}
-    gone, orphans = known.keys() - files.keys(), files.keys() - known.keys()
-    if not gone and not orphans:
-        return
-    with index.transaction():
-        for key, kind in gone:
-            index.drop_record(key, kind)
-        for key, kind in sorted(orphans):
-            adopt(folder, index, key, kind, files[key, kind])
-
-
-def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path) -> None:
-    """Enter a record without an index row after its header verifies; one that does not is set aside."""
+def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path, used: float | None = None) -> None:
+    """Enter a record without an index row after its header verifies; one that does not is set aside. ``used``: when
+    it was used last, seconds; now, if nobody knows."""
     try:
         with Reader.open(path) as reader:
             meta, size = reader.meta, os.fstat(reader.fd).st_size
@@ -212,7 +258,7 @@ def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path) 
         pack(meta.tokens),
         frozenset(),
     )
-    index.add_entry(entry, {kind: size})
+    index.add_entry(entry, {kind: size}, used)
     if meta.answer:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             answer = json.loads(meta.answer)

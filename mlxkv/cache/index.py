@@ -1,10 +1,13 @@
 """The index: a SQLite hint of which entries and records exist. The files are the truth; this can be rebuilt from them.
 
-One ``Index`` belongs to one thread; several processes may have the same file open (WAL).
+One ``Index`` belongs to one thread; several processes may have the same file open (WAL). It also holds the ledger of
+the folder: what its files weigh (``ledger``), what is reserved or promised (``holds``). A transaction that would charge
+more than the smallest budget among those who have the folder open does not commit. How that is used: ``ledger.py``.
 """
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
@@ -15,21 +18,70 @@ from pathlib import Path
 from .keys import common, digest
 
 FILE = "index.sqlite"
-VERSION = 2  # of the tables; an index of another version is built again from the files
+SUFFIX = ".safetensors"  # of the records' files
+VERSION = 3  # of the tables; an index of another version is built again from the files
+PAGE = 8192  # a block's 256 ids fit into a page, twice
+_FRAME = PAGE + 24  # a page in the WAL
+#: room for small files that are written without asking: the lock, marks, the memo of weight digests
+MISC_ROOM = 64 << 10
 _NEIGHBOURS = 8
+_CUTS = 8
+#: pages that one entry or record changes at most, on the average of a transaction: a leaf of each tree, some splits
+PAGES_A_ROW = 12
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS roots (
-  root BLOB PRIMARY KEY, model TEXT, fingerprint BLOB, compute TEXT, layout BLOB, block INTEGER) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS entries (
-  key BLOB PRIMARY KEY, root BLOB NOT NULL, parent BLOB NOT NULL, start INTEGER NOT NULL, end INTEGER NOT NULL,
-  row_start INTEGER NOT NULL, base BLOB, tokens BLOB NOT NULL, used REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS entries_prefix ON entries (parent, tokens);
-CREATE TABLE IF NOT EXISTS records (
-  key BLOB NOT NULL, kind TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (key, kind)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS answers (
-  digest BLOB PRIMARY KEY, key BLOB NOT NULL, start INTEGER NOT NULL, last INTEGER) WITHOUT ROWID;
-"""
+TABLES = (
+    "CREATE TABLE roots ("
+    " root BLOB PRIMARY KEY, model TEXT, fingerprint BLOB, compute TEXT, layout BLOB, block INTEGER) WITHOUT ROWID",
+    "CREATE TABLE entries ("
+    " key BLOB PRIMARY KEY, root BLOB NOT NULL, parent BLOB NOT NULL, start INTEGER NOT NULL, end INTEGER NOT NULL,"
+    " row_start INTEGER NOT NULL, base BLOB, tokens BLOB NOT NULL, used REAL NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE records ("
+    " key BLOB NOT NULL, kind TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (key, kind)) WITHOUT ROWID",
+    "CREATE TABLE answers ("
+    " digest BLOB PRIMARY KEY, key BLOB NOT NULL, start INTEGER NOT NULL, last INTEGER) WITHOUT ROWID",
+    # records: sum of their bytes; outside, inside: other files beside and under records/
+    "CREATE TABLE ledger (name TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID",
+    # a store that is open (its budget, no bytes), or what it has reserved (bytes, and the names of the files)
+    "CREATE TABLE holds ("
+    " id INTEGER PRIMARY KEY, store INTEGER, pid INTEGER, started TEXT, boot TEXT, temporaries TEXT, budget INTEGER,"
+    " bytes INTEGER NOT NULL, files TEXT NOT NULL)",
+    "INSERT INTO ledger VALUES ('records', 0), ('outside', 0), ('inside', 0)",
+)
+#: made after a bulk load
+LOOK_UPS = (
+    "CREATE INDEX entries_prefix ON entries (parent, tokens)",
+    "CREATE INDEX entries_base ON entries (base) WHERE base IS NOT NULL",
+    "CREATE INDEX entries_used ON entries (used)",
+    "CREATE INDEX answers_key ON answers (key)",
+    "CREATE TRIGGER records_added AFTER INSERT ON records BEGIN"
+    " UPDATE ledger SET bytes = bytes + new.bytes WHERE name = 'records'; END",
+    "CREATE TRIGGER records_gone AFTER DELETE ON records BEGIN"
+    " UPDATE ledger SET bytes = bytes - old.bytes WHERE name = 'records'; END",
+    "CREATE TRIGGER records_changed AFTER UPDATE OF bytes ON records BEGIN"
+    " UPDATE ledger SET bytes = bytes + new.bytes - old.bytes WHERE name = 'records'; END",
+)
+
+
+class OverBudget(sqlite3.OperationalError):
+    """The folder would hold ``short`` bytes more than its budget."""
+
+    def __init__(self, short: int) -> None:
+        super().__init__(f"{short:,} bytes over the budget of the cache folder")
+        self.short = short
+
+
+class IndexReplaced(sqlite3.OperationalError):
+    """The file is no longer the one that was opened: the folder, or the index in it, was removed or replaced."""
+
+
+def wal_room(budget: int | None) -> int:
+    """Bytes of the budget that are kept for the WAL, which is cut before it has more than a quarter of them."""
+    return min(max((budget or 0) // 64, 2 << 20), 32 << 20)
+
+
+def shm_room(wal: int) -> int:
+    """The WAL's shared-memory file: 32 KiB for each 4,062 frames begun."""
+    return (1 + wal // _FRAME // 4062) * (32 << 10)
 
 
 @dataclass(frozen=True)
@@ -55,13 +107,20 @@ class Index:
         if create:
             path.touch(mode=0o600, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
-            self._db.execute("PRAGMA page_size=8192")  # a block's 256 ids fit into a page, twice
-            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute(f"PRAGMA page_size={PAGE}")
+            self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            if (mode := self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]) != "wal":
+                raise sqlite3.OperationalError(f"SQLite can only use journal mode {mode} here, not WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA checkpoint_fullfsync=ON")
+            self._db.execute("PRAGMA cache_spill=OFF")  # what a transaction changes reaches the WAL once
+            self._db.execute("PRAGMA temp_store=MEMORY")
+            self._db.execute("PRAGMA recursive_triggers=ON")  # REPLACE keeps the ledger, too
             self._create()
         else:
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
+        self._path = path
+        self._file = _identity(path)
 
     def _create(self) -> None:
         def version() -> int:
@@ -69,14 +128,18 @@ class Index:
 
         if version() == VERSION:
             return
-        with self.transaction():
-            if version() == VERSION:
-                return  # another process was first
-            if version() or self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise sqlite3.DatabaseError(f"the index has version {version()}, not {VERSION}")
-            for statement in filter(str.strip, _SCHEMA.split(";")):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version={VERSION}")
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            if version() != VERSION:  # else another process was first
+                if version() or self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                    raise sqlite3.DatabaseError(f"the index has version {version()}, not {VERSION}")
+                for statement in (*TABLES, *LOOK_UPS, f"PRAGMA user_version={VERSION}"):
+                    self._db.execute(statement)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
 
     def close(self) -> None:
         self._db.close()
@@ -85,16 +148,80 @@ class Index:
         """How long a call may wait for another process's or thread's transaction."""
         self._db.execute(f"PRAGMA busy_timeout={int(seconds * 1000)}")
 
+    def execute(self, sql: str, values: Iterable[object] = ()) -> sqlite3.Cursor:
+        """For the modules that keep other accounts here: ``ledger``, ``eviction``."""
+        return self._db.execute(sql, tuple(values))
+
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
+    def transaction(self, *, checked: bool = True) -> Iterator[None]:
+        """Everything or nothing; if ``checked``, nothing where the folder would hold more than its budget afterwards.
+        May change about ``pages()`` pages. Raises OverBudget, IndexReplaced, sqlite3.Error."""
+        self._begin()
         try:
+            before = self.charge() if checked else 0
             yield
+            if checked and (budget := self.budget()) is not None and (after := self.charge()) > max(before, budget):
+                raise OverBudget(after - budget)
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+    def _begin(self) -> None:
+        for _ in range(_CUTS):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                if _identity(self._path) != self._file:
+                    raise IndexReplaced(f"{self._path} was removed or replaced while it was in use")
+                if _size(f"{self._path}-wal") <= wal_room(self.budget()) // 4:
+                    return
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("ROLLBACK")
+            self.checkpoint()
+        raise sqlite3.OperationalError("the index's log cannot be cut: another program is reading in it")
+
+    def checkpoint(self) -> None:
+        """Bring the WAL into the file and cut it to nothing, unless somebody reads in it."""
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    def shrink(self) -> None:
+        """Give pages that nothing uses back to the disk, if they are many."""
+        free = self._db.execute("PRAGMA freelist_count").fetchone()[0]
+        if free > 64 and free * 4 > self._db.execute("PRAGMA page_count").fetchone()[0]:
+            with self.transaction():
+                self._db.execute(f"PRAGMA incremental_vacuum({self.pages() // 8})").fetchall()
+            self.checkpoint()
+
+    # the ledger
+
+    def pages(self) -> int:
+        """How many pages a transaction may change so that the WAL keeps within its room."""
+        return wal_room(self.budget()) * 3 // 4 // _FRAME
+
+    def budget(self) -> int | None:
+        """The smallest budget of those who have the folder open, bytes; None: nobody has one."""
+        return self._db.execute("SELECT min(budget) FROM holds").fetchone()[0]
+
+    def charge(self) -> int:
+        """What the budget has to cover, bytes: all files, what is reserved, and room for the index to work."""
+        query = "SELECT count(*), min(bytes), sum(bytes), (SELECT coalesce(sum(bytes), 0) FROM holds) FROM ledger"
+        names, least, files, held = self._db.execute(query).fetchone()
+        if names != 3 or not all(isinstance(n, int) for n in (files, held)) or least < 0 or held < 0:
+            raise damaged("its ledger makes no sense")
+        pages = self._db.execute("PRAGMA page_count").fetchone()[0]
+        wal = wal_room(self.budget())
+        return files + held + max(PAGE * pages, _size(self._path)) + wal + shm_room(wal) + MISC_ROOM
+
+    def writing(self) -> list[str]:
+        """What the names of temporaries begin with whose bytes are reserved."""
+        return [begin for (begin,) in self._db.execute("SELECT DISTINCT temporaries FROM holds")]
+
+    def count(self, name: str, size: int) -> None:
+        """Set one account of the ledger. Within a transaction."""
+        self._db.execute("INSERT OR REPLACE INTO ledger VALUES (?, ?)", (name, size))
 
     # reading
 
@@ -154,8 +281,23 @@ class Index:
         """(key of the leaf at its end, position of its first token, id of a last token that was not processed)."""
         return self._db.execute("SELECT key, start, last FROM answers WHERE digest = ?", (digest,)).fetchone()
 
+    def used(self) -> float:
+        """The moment for what is used now: the clock's, in seconds, but always later than any before, so that the order
+        holds where the clock goes back."""
+        last = self._db.execute("SELECT max(used) FROM entries").fetchone()[0]
+        return max(time.time(), last + 1e-6) if isinstance(last, float) else time.time()
+
     def names(self) -> dict[tuple[bytes, str], int]:
         return {(key, kind): size for key, kind, size in self._db.execute("SELECT key, kind, bytes FROM records")}
+
+    def file_names(self) -> set[str]:
+        """The names of the files that should be there."""
+        sql = f"SELECT lower(hex(key)) || '.' || kind || '{SUFFIX}' FROM records"
+        return {name for (name,) in self._db.execute(sql)}
+
+    def records_of(self, key: bytes) -> list[tuple[str, int]]:
+        """(kind, bytes) of an entry's records."""
+        return self._db.execute("SELECT kind, bytes FROM records WHERE key = ?", (key,)).fetchall()
 
     def totals(self) -> list[tuple[str, int, int, int]]:
         """(model, entries, records, record bytes) a model name."""
@@ -179,29 +321,57 @@ class Index:
         self._db.execute(
             "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET"
             " root = excluded.root, parent = excluded.parent, start = excluded.start, end = excluded.end,"
-            " tokens = excluded.tokens",
+            " tokens = excluded.tokens, used = excluded.used",
             (entry.key, entry.root, entry.parent, entry.start, entry.end, entry.row_start, entry.base, entry.tokens,
-             time.time() if used is None else used),
+             self.used() if used is None else used),
         )  # fmt: skip
         if sizes.keys() & {"rows", "window"}:
             self._db.execute(
                 "UPDATE entries SET row_start = ?, base = ? WHERE key = ?", (entry.row_start, entry.base, entry.key)
             )
         for kind, size in sizes.items():
-            self._db.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (entry.key, kind, size))
+            self._db.execute(
+                "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (key, kind) DO UPDATE SET bytes = excluded.bytes",
+                (entry.key, kind, size),
+            )
 
     def add_answer(self, digest: bytes, key: bytes, start: int, last: int | None) -> None:
         self._db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", (digest, key, start, last))
 
     def drop_record(self, key: bytes, kind: str) -> None:
-        """Forget a record; an entry without records is forgotten too."""
+        """Forget a record; an entry without records is forgotten too, with the answers that end at it."""
         self._db.execute("DELETE FROM records WHERE key = ? AND kind = ?", (key, kind))
-        self._db.execute(
+        gone = self._db.execute(
             "DELETE FROM entries WHERE key = ? AND NOT EXISTS (SELECT 1 FROM records r WHERE r.key = entries.key)",
             (key,),
         )
+        if gone.rowcount:
+            self._db.execute("DELETE FROM answers WHERE key = ?", (key,))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        now = time.time()
+        """Note that entries were used now."""
         with self.transaction():
+            now = self.used()
             self._db.executemany("UPDATE entries SET used = ? WHERE key = ?", [(now, key) for key in keys])
+
+
+def damaged(why: str) -> sqlite3.DatabaseError:
+    """An error as SQLite raises it for a file that is no longer sound."""
+    error = sqlite3.DatabaseError(why)
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        info = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def _size(path: str | Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0

@@ -7,16 +7,16 @@ deleted here. What it takes out stays in RAM for as long as there is room.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .daily import Daily, today
 from .folder import CacheFolder
-from .index import Entry, Index
+from .index import PAGES_A_ROW, Entry, Index
 from .keys import KeySpace, pack
 from .layout import Layout
 from .planner import Planner
@@ -98,23 +98,27 @@ class Keeper:
             group = self._thinned(index, group, chain)
         return self._affordable(group)
 
-    def clean(self, index: Index, chain: Chain) -> None:
-        """Delete states on disk that are superseded, or over the chain's budget."""
+    def clean(self, index: Index, chain: Chain, pinned: Collection[bytes] = ()) -> None:
+        """Delete states on disk that are superseded, or over the chain's budget; not those ``pinned`` now. Files go
+        first, as in ``eviction``: the ledger counts a row without a file, but not a file without a row."""
         states = self._states(index, chain)
         where = (chain.prompt_end, chain.turn)
         gone = superseded(states, *where)
         gone |= thin([s for s in states if s.position not in gone], self._budget(chain), *where)
         if not gone:
             return
-        names = [s.name for s in states if s.position in gone]
-        with index.transaction():
-            for key in names:
-                index.drop_record(key, "state")
-        for key in names:
-            self._known.pop(key, None)
-            with contextlib.suppress(OSError):
-                self._folder.file(key, "state").unlink()
-        self.skipped.deleted_states += len(names)
+        names = [s.name for s in states if s.position in gone and s.name not in pinned]
+        step = max(1, index.pages() // PAGES_A_ROW)
+        for i in range(0, len(names), step):
+            with index.transaction(checked=False):  # it only gives back
+                for key in names[i : i + step]:
+                    try:
+                        self._folder.remove(key, "state")
+                    except OSError:
+                        continue  # it is still there, and counted
+                    index.drop_record(key, "state")
+                    self._known.pop(key, None)
+                    self.skipped.deleted_states += 1
 
     def _budget(self, chain: Chain) -> int:
         rows = sum(t.nbytes(len(chain)) for kind in ("rows", "window") for t in self._layout.tensors(kind))

@@ -213,6 +213,12 @@ def encode(meta: Meta, body: Body) -> tuple[bytes, list[bytes | memoryview]]:
     return struct.pack("<Q", len(text)) + text, parts
 
 
+def size(meta: Meta, body: Body) -> int:
+    """Bytes of the file that ``write`` would make."""
+    header, parts = encode(meta, body)
+    return len(header) + sum(len(part) for part in parts)
+
+
 def write(path: Path, meta: Meta, body: Body) -> int:
     """Write a record to ``path`` (mode 0600, not yet durable); returns its size in bytes.
 

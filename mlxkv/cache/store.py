@@ -11,13 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
 from .daily import Daily
-from .folder import CacheFolder, FolderRefused, adopt, open_index
+from .folder import CacheFolder, FolderRefused, adopt
 from .index import Index
 from .keeper import Keeper
 from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
 from .layout import Layout
+from .ledger import SHARE, Ledger, default_budget, minimum
+from .lock import FolderLock, LockRefused
 from .lookup import Lookup
+from .opening import Progress, open_index
 from .planner import Plan, Planner
 from .policy import Policy
 from .ram import Ram
@@ -40,10 +44,13 @@ INDEX_WAIT = 0.5
 class PrefixStore:
     """Restores and keeps the state of token prefixes under one folder, for one model identity and layout.
 
-    ``folder`` is created (0700). ``block`` is the grid in tokens. ``queue_limit`` bounds bytes waiting to be written,
-    ``disk_floor`` the bytes of free disk below which nothing is written, ``ram_budget`` the bytes of records kept in
-    RAM (0: none, and tips are written at once). ``policy`` says which states are kept and how much is written a day.
-    Raises FolderRefused.
+    ``folder`` is created (0700). ``block`` is the grid in tokens. ``budget`` bounds what all files in the folder weigh,
+    bytes (None: a tenth of the free disk, at most 32 GB); where several stores have it open, the smallest counts.
+    ``share`` is the part of it that one model may have when space is short and others have entries. ``queue_limit``
+    bounds bytes waiting to be written, ``disk_floor`` the bytes of free disk below which nothing is written,
+    ``ram_budget`` the bytes of records kept in RAM (0: none, and tips are written at once). ``policy`` says which
+    states are kept and how much is written a day. ``progress`` is told (records done, of how many) while the index is
+    built again. Raises FolderRefused, and ConfigError for a budget in which nothing would fit.
     """
 
     def __init__(
@@ -53,24 +60,30 @@ class PrefixStore:
         layout: Layout,
         *,
         block: int = BLOCK,
+        budget: int | None = None,
+        share: float = SHARE,
         queue_limit: int = 2 << 30,
         disk_floor: int = 256 << 20,
         ram_budget: int = 0,
         policy: Policy | None = None,
         allow_unprotected: bool = False,
         software: str = "",
+        progress: Progress | None = None,
     ) -> None:
         self.folder = CacheFolder(folder)
-        self.folder.prepare(allow_unprotected=allow_unprotected)
         self.identity, self.layout, self.block, self.software = identity, layout, block, software
-        try:
-            self.folder.clear_leftovers()
-            self.index = open_index(self.folder)
-            self.index.wait_at_most(INDEX_WAIT)
-        except (OSError, sqlite3.Error) as e:
-            raise FolderRefused(f"The index of {folder} cannot be opened: {e}.") from e
+        least = minimum(layout, block)
+        if budget is not None and budget < least:
+            raise ConfigError(
+                f"The cache budget is {budget:,} bytes; one block of {block} tokens of this model and the index need "
+                f"{least:,}.",
+                f"Give --cache-budget at least {-(-least // 10**6)}MB, or --no-cache.",
+            )
+        self.folder.prepare(allow_unprotected=allow_unprotected)
+        self._open(budget, least, progress)
         self.faults: dict[str, int] = {}
         self._spaces: dict[str, KeySpace] = {}
+        self._pinned: frozenset[bytes] = frozenset()
         self.ram = Ram(ram_budget, lambda key, kind: self.writer.evicted(key, kind))
         self.view = View(self.index, self.ram, layout.kinds)
         self._running: Callable[[], Handover | None] = lambda: None
@@ -80,6 +93,9 @@ class PrefixStore:
             lambda index, root: Planner(index, KeySpace(root, block), layout),
             ram=self.ram,
             keeper=Keeper(self.folder, layout, self.ram, policy),
+            store=self.ledger.store,
+            pinned=lambda: self._pinned,
+            share=share,
             limit=queue_limit,
             floor=disk_floor,
             idle_s=policy.idle_s,
@@ -91,6 +107,57 @@ class PrefixStore:
         """A request that may store something is running."""
         running = self._running()
         return running is not None and not running.done
+
+    def _open(self, budget: int | None, least: int, progress: Progress | None) -> None:
+        """Lock the folder, bring its index in step, take part in its ledger, and evict what is over the budget."""
+        path = self.folder.path
+        try:
+            self._lock = FolderLock(path)
+        except (LockRefused, OSError) as e:
+            raise FolderRefused(f"The cache folder {path} cannot be locked: {e}. Choose another --cache-dir.") from e
+        try:
+            self.folder.clear_leftovers()
+
+            def allowed() -> int:
+                return default_budget(path, self.folder.size()) if budget is None else budget
+
+            self.index = open_index(self.folder, self._lock, budget=allowed, progress=progress)
+            try:
+                self.budget = default_budget(path, self.index.charge()) if budget is None else budget
+                if self.budget < least:
+                    raise FolderRefused(
+                        f"The disk of {path} is too full: a tenth of what is free is {self.budget:,} bytes, and "
+                        f"{least:,} are needed. Free some space, or say with --cache-budget how much may be used."
+                    )
+                self.folder.quarantine_limit = min(self.folder.quarantine_limit, self.budget // 8)
+                self.ledger = Ledger.join(self.index, self.folder, self.budget)
+                self._enforce(least)
+                self._lock.share()
+                self.index.wait_at_most(INDEX_WAIT)
+            except BaseException:
+                self.index.close()
+                raise
+        except (OSError, sqlite3.Error, LockRefused) as e:
+            self._lock.close()
+            raise FolderRefused(f"The index of {path} cannot be opened: {e}.") from e
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _enforce(self, least: int) -> None:
+        self.ledger.reclaim()
+        budget = self.index.budget() or self.budget
+        for _ in range(4):
+            if (over := self.index.charge() - budget) <= 0:
+                return
+            if not self.ledger.make_room(over).bytes:
+                break
+        if (over := self.index.charge() - budget) > 0:
+            self.ledger.leave()
+            raise FolderRefused(
+                f"Files that are not the store's, or the index, take up the cache budget of {budget:,} bytes in "
+                f"{self.folder.path}: {over:,} too many. Remove them, or raise --cache-budget."
+            )
 
     def space(self, salt: str = "") -> KeySpace:
         if salt not in self._spaces:
@@ -138,6 +205,7 @@ class PrefixStore:
 
         while plan.position > 0:
             state = new_state()
+            self._pinned = frozenset(p.entry.key for p in plan.pieces)
             self.ram.touch([*([plan.state.key] if plan.state else []), *(p.entry.key for p in reversed(plan.pieces))])
             restorer = Restorer(self.folder, self.ram, space, self.layout, tokens)
             try:
@@ -165,8 +233,9 @@ class PrefixStore:
                 failure = self._fault("corrupt", repr(e))
                 plan = Plan(parent=space.root)
                 continue
-            with contextlib.suppress(sqlite3.Error):
-                self.index.touch({p.entry.key for p in plan.pieces})
+            finally:
+                self._pinned = frozenset()
+            self.writer.touch(plan.pieces[-1].entry.key)  # what the last piece hangs on stays as long as it does
             reason = failure or plan.reason if plan.position < limit else None
             source = "ssd" if "ssd" in restorer.used else "ram"
             return state, Lookup(plan.position, source, reason, None if reason is None else plan.position), plan
@@ -237,8 +306,15 @@ class PrefixStore:
 
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
         """Write what waits, tips too, for at most so many seconds; then release the folder."""
-        self.writer.close(timeout)
+        if not self.writer.close(timeout):
+            # a write that the disk does not answer may still put its files there: what it reserved stays, and the lock
+            # with it, until this process ends
+            self.index.close()
+            return
+        with contextlib.suppress(Exception):  # what is left open is settled by whoever opens the folder next
+            self.ledger.leave()
         self.index.close()
+        self._lock.close()
 
     def _elsewhere(self, space: KeySpace, tokens: list[int], salt: str) -> str | None:
         """Whether the same tokens are stored under another identity, and what differs."""
@@ -264,9 +340,10 @@ class PrefixStore:
         key = failed.entry.key
         log.info("the index is corrected: %s", failed)
         try:
-            with self.index.transaction():
+            with self.index.transaction(checked=False):  # the files are there, whatever they weigh
                 for kind in sorted(failed.entry.kinds - {"state"}, key=lambda k: k == failed.kind):
                     adopt(self.folder, self.index, key, kind, self.folder.file(key, kind))
+                self.ledger.count()  # what failed is in quarantine now
         except (sqlite3.Error, OSError):
             return False
         return True
@@ -275,9 +352,12 @@ class PrefixStore:
         entry, kind, error = failed.entry, failed.kind, failed.error
         self._fault(error.reason, str(failed))
         self.folder.set_aside(self.folder.file(entry.key, kind), error.action)
-        if error.action in ("quarantine", "delete", "forget", "adopt"):  # files that disagree are written again
-            with contextlib.suppress(sqlite3.Error):
+        if error.action in ("quarantine", "delete", "forget", "adopt"):
+            with contextlib.suppress(sqlite3.Error, OSError), self.index.transaction(checked=False):
+                if error.action == "adopt":  # files that disagree: this one would be nobody's, and not counted
+                    self.folder.remove(entry.key, kind)
                 self.index.drop_record(entry.key, kind)
+                self.ledger.count()
 
     def _fault(self, reason: str, detail: str) -> str:
         self.faults[reason] = self.faults.get(reason, 0) + 1

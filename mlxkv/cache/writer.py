@@ -1,8 +1,8 @@
 """The writer thread: private host bytes become durable records, a group at a time, and only then visible on disk.
 
-A group is written to temporary names, made durable, renamed, and entered in the index in one transaction. Whatever goes
-wrong drops the group: that costs a later miss, never a wrong hit. Tips are written behind: when they leave RAM, after
-some idle seconds, or on closing, unless the next turn's tip comes first.
+A group is stored by ``commit``: reserved, written, made durable, entered. Whatever goes wrong drops the group: that
+costs a later miss, never a wrong hit. Tips are written behind: when they leave RAM, after some idle seconds, or on
+closing, unless the next turn's tip comes first.
 """
 
 from __future__ import annotations
@@ -10,24 +10,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from .durable import sync_folder, sync_group
+from .commit import Commit, Counters
 from .folder import CacheFolder
-from .index import Entry, Index
-from .keeper import Chain, Keeper, Skipped
-from .keys import pack
-from .layout import ROW_KINDS
+from .index import PAGES_A_ROW, Index, IndexReplaced, OverBudget
+from .keeper import Chain, Keeper
+from .ledger import Ledger
 from .planner import Planner
 from .ram import Draft, Ram
-from .record import RecordError, write
+from .record import RecordError
 
 log = logging.getLogger("mlxkv.cache")
 
@@ -58,27 +55,11 @@ class Tip:
     chain: Chain
 
 
-@dataclass
-class Counters:
-    """What happened since the store was opened. Bytes are record bytes."""
-
-    skipped: Skipped
-    written_records: int = 0
-    written_bytes: int = 0
-    dropped_groups: int = 0
-    skipped_drafts: int = 0
-    refused_bytes: int = 0
-    last_fault: str = ""
-    faults: dict[str, int] = field(default_factory=dict)
-
-    def fault(self, kind: str, detail: str) -> None:
-        self.faults[kind] = self.faults.get(kind, 0) + 1
-        self.last_fault = f"{kind}: {detail}"
-
-
 class Writer:
     """Owns the thread and its queue. ``limit`` bounds the bytes that wait; beyond it groups are refused, not waited
-    for. ``busy`` says whether a request is running: tips are not written meanwhile."""
+    for. ``busy`` says whether a request is running: tips are not written meanwhile. ``store`` is the store's id in the
+    ledger, ``pinned`` says what must not be evicted now, ``share`` which part of the budget one model may have when
+    space is short."""
 
     def __init__(
         self,
@@ -87,6 +68,9 @@ class Writer:
         *,
         ram: Ram,
         keeper: Keeper,
+        store: int,
+        pinned: Callable[[], Collection[bytes]],
+        share: float,
         limit: int,
         floor: int,
         idle_s: float,
@@ -95,6 +79,9 @@ class Writer:
     ) -> None:
         self._folder, self._planner, self._limit, self._floor = folder, planner, limit, floor
         self._ram, self._keeper, self._idle_s, self._busy = ram, keeper, idle_s, busy
+        self._store, self._pinned, self._share = store, pinned, share
+        self._touched: set[bytes] = set()
+        self._full = False
         self._queue: deque[Job] = deque()
         self._tips: dict[bytes, Tip] = {}
         self._bytes = 0
@@ -153,8 +140,9 @@ class Writer:
         with self._wake:
             return self._wake.wait_for(lambda: not self._queue, timeout)
 
-    def close(self, timeout: float = 10.0) -> None:
-        """Write what waits, tips too, for at most so many seconds; what is left is dropped, and said."""
+    def close(self, timeout: float = 10.0) -> bool:
+        """Write what waits, tips too, for at most so many seconds; what is left is dropped, and said. False if the
+        disk does not even answer: then something may still be written."""
         self.write_tips()
         with self._wake:
             self._closing = True
@@ -163,6 +151,7 @@ class Writer:
         self._thread.join(timeout + GRACE)
         if self._thread.is_alive():
             log.warning("the disk has not answered for %.0f s: what was being written is lost", timeout + GRACE)
+        return not self._thread.is_alive()
 
     def _enqueue(self, job: Job, limit: int | None) -> bool:
         with self._wake:
@@ -175,6 +164,17 @@ class Writer:
             self._bytes += job.nbytes
             self._wake.notify_all()
         return True
+
+    def touch(self, key: bytes) -> None:
+        """Note, when something is written next or on closing, that an entry was used."""
+        with self._wake:
+            self._touched.add(key)
+
+    def _pins(self) -> set[bytes]:
+        """What must not be evicted now: what is being restored, and what the groups in the queue hang on."""
+        with self._wake:
+            waiting = {key for job in self._queue for draft in job.drafts for key in draft.needs}
+        return waiting | set(self._pinned())
 
     def _write_tips(self, tips: list[Tip], limit: int | None) -> None:
         for tip in tips:
@@ -199,9 +199,9 @@ class Writer:
                 self.write_tips()
 
     def _run(self) -> None:
-        index: Index | None = None
+        commit: Commit | None = None
         try:
-            index = Index(self._folder.path)
+            commit = self._open()
         except (sqlite3.Error, OSError) as e:
             self._stop(f"the index cannot be opened ({e})")
         late = 0
@@ -209,8 +209,23 @@ class Writer:
             try:
                 if time.monotonic() > self._deadline:
                     late += job.nbytes
-                elif index is not None and not self._stopped_because:
-                    self._do(index, job)
+                elif commit is not None and not self._stopped_because:
+                    self._note_uses(commit.index)
+                    self._do(commit, job)
+            except OverBudget as e:
+                self.counters.dropped_groups += 1
+                self.counters.fault("budget", str(e))
+                if not self._full:
+                    self._full = True
+                    log.warning(
+                        "the prefix store stops writing: %s, and nothing that may go would make room. Answers go on; "
+                        "what is stored is still read.",
+                        e,
+                    )
+            except IndexReplaced as e:
+                self.counters.dropped_groups += 1
+                self.counters.fault("write", str(e))
+                self._stop(str(e))
             except OSError as e:
                 self.counters.dropped_groups += 1
                 self.counters.fault("write", str(e))
@@ -238,85 +253,49 @@ class Writer:
         if late:
             self.counters.fault("close", f"{late} bytes were not written in time")
             log.warning("closing took too long: %.1f MB of cache records were not written", late / 1e6)
-        if index is not None:
-            index.close()
+        if commit is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._note_uses(commit.index)
+            commit.index.close()
 
-    def _do(self, index: Index, job: Job) -> None:
-        drafts = job.drafts
-        if drafts:
-            drafts = self._keeper.admit(index, drafts, job.chain, self._planner(index, drafts[0].meta.root))
-        if drafts:
-            self._commit(index, drafts)
+    def _open(self) -> Commit:
+        index = Index(self._folder.path)
+        return Commit(
+            self._folder,
+            index,
+            Ledger(index, self._folder, self._store),
+            self._planner,
+            counters=self.counters,
+            daily=self._keeper.daily,
+            pinned=self._pins,
+            share=self._share,
+            floor=self._floor,
+        )
+
+    def _do(self, commit: Commit, job: Job) -> None:
+        index, drafts = commit.index, job.drafts
+        try:
+            if drafts:
+                drafts = self._keeper.admit(index, drafts, job.chain, self._planner(index, drafts[0].meta.root))
+            if drafts:
+                commit.store(drafts)
+                self._full = False
+        except OverBudget:
+            if job.chain is not None:  # the next one may fit then
+                self._keeper.clean(index, job.chain, self._pins())
+            raise
         if job.chain is not None:
-            self._keeper.clean(index, job.chain)
+            self._keeper.clean(index, job.chain, self._pins())
+
+    def _note_uses(self, index: Index) -> None:
+        with self._wake:
+            keys, self._touched = list(self._touched), set()
+        step = max(1, index.pages() // PAGES_A_ROW)
+        for i in range(0, len(keys), step):
+            with contextlib.suppress(OverBudget):
+                index.touch(keys[i : i + step])
 
     def _stop(self, why: str) -> None:
         if not self._stopped_because:
             self._stopped_because = why
             log.warning("the prefix store stops writing: %s. Answers go on; what is stored is still read.", why)
-
-    def _commit(self, index: Index, group: list[Draft]) -> None:
-        stat = os.statvfs(self._folder.path)
-        if stat.f_bavail * stat.f_frsize - sum(d.nbytes for d in group) < self._floor:
-            raise OSError(28, f"less than {self._floor >> 20} MiB would be left on the disk")
-        here: set[bytes] = set()
-        taken: set[tuple[bytes, str]] = set()
-        todo: list[tuple[Draft, list[str]]] = []
-        for draft in group:
-            planner = self._planner(index, draft.meta.root)
-            if not all(key in here or key == draft.meta.root or planner.complete(key) for key in draft.needs):
-                self.counters.skipped_drafts += 1
-                continue
-            stored = index.entry(draft.meta.key)
-            whole = stored is not None and planner.complete(draft.meta.key)
-            have = stored.kinds if stored is not None else frozenset()
-            # rows of an incomplete entry are written again, with the base that this draft brings
-            kinds = [k for k in draft.bodies if k not in have or (k in ROW_KINDS and not whole)]
-            kinds = [k for k in kinds if (draft.meta.key, k) not in taken]
-            taken.update((draft.meta.key, k) for k in kinds)
-            here.add(draft.meta.key)
-            if kinds or draft.answer is not None:
-                todo.append((draft, kinds))
-        if not todo:
-            return
-        temporaries: list[tuple[Path, Path]] = []
-        sizes: list[dict[str, int]] = []
-        try:
-            for draft, kinds in todo:
-                sizes.append({})
-                for kind in kinds:
-                    target = self._folder.file(draft.meta.key, kind)
-                    temporary = self._folder.temporary(target.name)
-                    temporary.unlink(missing_ok=True)
-                    temporaries.append((temporary, target))
-                    sizes[-1][kind] = write(temporary, replace(draft.meta, kind=kind), draft.bodies[kind])
-            sync_group(t for t, _ in temporaries)
-            folders = set()
-            for temporary, target in temporaries:
-                target.parent.mkdir(mode=0o700, exist_ok=True)
-                if target.parent.is_symlink():
-                    raise OSError(errno.ELOOP, f"{target.parent} is a symbolic link")
-                os.replace(temporary, target)
-                folders.add(target.parent)
-            for folder in (*folders, self._folder.records):
-                sync_folder(folder)
-        except BaseException:
-            for temporary, _ in temporaries:
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-            raise
-        with index.transaction():
-            for (draft, _), size in zip(todo, sizes, strict=True):
-                m = draft.meta
-                index.add_root(m.root, m.model, m.fingerprint, m.compute, m.layout, m.block)
-                packed = Entry(
-                    m.key, m.root, m.parent, m.start, m.end, m.row_start, m.base, pack(m.tokens), frozenset()
-                )
-                if size:
-                    index.add_entry(packed, size)
-                if draft.answer is not None:
-                    index.add_answer(draft.answer[0], m.key, draft.answer[1], draft.answer[2])
-        self.counters.written_records += sum(len(s) for s in sizes)
-        size = sum(sum(s.values()) for s in sizes)
-        self.counters.written_bytes += size
-        self._keeper.daily.add(size)

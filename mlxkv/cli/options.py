@@ -45,6 +45,12 @@ CACHE_DIR = _group("Cache", {"cache_dir": (str | None, ("--cache-dir",), "Cache 
 ENGINE = CACHE_DIR | _group(
     "Cache",
     {
+        "cache_budget": (
+            str | None,
+            ("--cache-budget",),
+            "What the cache folder may weigh, all files counted (default: a tenth of the free disk, at most 32GB).",
+            {"metavar": "SIZE"},
+        ),
         "no_cache": (bool | None, ("--no-cache/--cache",), "Neither look up nor store state."),
         "ram_budget": (str | None, ("--ram-budget",), "Records kept in RAM, above the disk.", {"metavar": "SIZE"}),
         "write_budget": (str | None, ("--write-budget",), "Bytes written to disk a day.", {"metavar": "SIZE"}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,6 +20,22 @@ if TYPE_CHECKING:
     from .interrupt import Interrupt
 
 
+class _Progress:
+    """Says on stderr what takes long: on a terminal how far it is, else once that it takes more than a second."""
+
+    def __init__(self, status: Status, quiet: bool) -> None:
+        self._status, self._quiet, self._began, self._said = status, quiet, time.monotonic(), False
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if done == 0:
+            self._began = time.monotonic()
+        if time.monotonic() - self._began > 1:
+            self._status.show(f"{what}: {done:,} of {total:,} records")
+            if not self._said and not self._quiet and not sys.stderr.isatty():
+                typer.echo(f"{what}: {total:,} records", err=True)
+            self._said = True
+
+
 @contextmanager
 def running_engine(settings: Settings, interrupt: Interrupt | None = None, quiet: bool = False) -> Iterator[Engine]:
     """An engine with the model of ``settings``. Says on stderr what the user should know. Raises MlxkvError."""
@@ -29,7 +47,7 @@ def running_engine(settings: Settings, interrupt: Interrupt | None = None, quiet
     try:
         from ..decode.engine import Engine
 
-        engine = Engine(model, **settings.engine_options())
+        engine = Engine(model, **settings.engine_options(), progress=_Progress(status, quiet))
     finally:
         status.clear()
     if interrupt is not None:

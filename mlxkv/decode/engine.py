@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,14 @@ class Engine:
     """Loads ``model`` on a thread of its own and answers requests there until ``close()``.
 
     model: a folder or a Hugging Face id. dtype: auto | bf16 | fp16 | fp32. cache_dir: where the prefix store lives;
-    None or cache=False: no store. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward,
+    None or cache=False: no store. cache_budget: bytes that everything in that folder may weigh, None for a tenth of the
+    free disk, at most 32 GB. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward,
     None for what suits the device. split: whether a boundary of the store cuts a forward: always, never where the model
     can do without, or auto (on a GPU only 512 tokens or more after the last cut). async_kv_limit: bytes of live state
     up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM; None: 1/16
     of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB. wired: bytes to
-    wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait.
+    wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait. progress: told
+    (what is done, how much of it, of how much) on the engine's thread while it starts.
 
     Raises ModelError if the model cannot be loaded, ConfigError for settings that cannot work.
     """
@@ -57,6 +60,7 @@ class Engine:
         adapter: str | Path | None = None,
         cache_dir: Path | str | None = None,
         cache: bool = True,
+        cache_budget: int | None = None,
         block_size: int = 256,
         prefill_chunk: int | None = None,
         split: str = "auto",
@@ -66,12 +70,14 @@ class Engine:
         ram_budget: int | None = None,
         write_budget: int | None = None,
         max_queue: int = 256,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self._options = Options(
             model=model,
             dtype=dtype,
             adapter=adapter,
             cache_dir=Path(cache_dir).expanduser() if cache and cache_dir is not None else None,
+            cache_budget=cache_budget,
             block_size=block_size,
             prefill_chunk=prefill_chunk,
             split=split,
@@ -80,6 +86,7 @@ class Engine:
             allow_unprotected=allow_unprotected,
             ram_budget=ram_budget,
             write_budget=write_budget,
+            progress=progress,
         )
         numerics.prepare()
         self._max_queue = max_queue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ class Options:
     dtype: str = "auto"
     adapter: str | Path | None = None
     cache_dir: Path | None = None
+    cache_budget: int | None = None
     block_size: int = 256
     prefill_chunk: int | None = None
     split: str = "auto"
@@ -24,6 +26,7 @@ class Options:
     allow_unprotected: bool = False
     ram_budget: int | None = None
     write_budget: int | None = None
+    progress: Callable[[str, int, int], None] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 65536:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from .. import numerics
@@ -92,10 +93,12 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
                 Identity(loaded.fingerprint, tuple(sorted(compute.items())), layout.digest, loaded.name),
                 layout,
                 block=options.block_size,
+                budget=options.cache_budget,
                 ram_budget=ram,
                 policy=policy,
                 allow_unprotected=options.allow_unprotected,
                 software=f"mlx {now.mlx_version}, BLAS {now.blas}",
+                progress=partial(options.progress, "rebuilding the cache index") if options.progress else None,
             )
         except FolderRefused as e:
             off = str(e)

@@ -68,6 +68,7 @@ def test_bad_sizes(text):
         ({"MLXKV_MAX_TOKENS": "0"}, ["MLXKV_MAX_TOKENS", "'0'", "at least 1"]),
         ({"MLXKV_PORT": "70000"}, ["MLXKV_PORT", "70000", "65535"]),
         ({"MLXKV_WIRED": "much"}, ["MLXKV_WIRED", "2GiB"]),
+        ({"MLXKV_CACHE_BUDGET": "80%"}, ["MLXKV_CACHE_BUDGET", "20GB"]),
         ({"MLXKV_DTYPE": "int8"}, ["MLXKV_DTYPE", "bf16"]),
         ({"MLXKV_NUMERICS": "slow"}, ["MLXKV_NUMERICS", "fast or exact"]),
         ({"MLXKV_SEED": "1.5"}, ["MLXKV_SEED"]),

@@ -1,0 +1,214 @@
+"""The commit of a group: its bytes are reserved in the ledger, written to temporary names, made durable, renamed, and
+entered in the index, which ends the reservation. Whatever goes wrong leaves nothing that is not accounted for.
+
+Belongs to the writer's thread. This module does not own: what is worth writing (``keeper``), when (``writer``), what is
+given up for it (``eviction``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from .daily import Daily
+from .durable import sync_folder, sync_group
+from .folder import CacheFolder
+from .index import PAGE, PAGES_A_ROW, Entry, Index, OverBudget
+from .keeper import Skipped
+from .keys import pack
+from .layout import ROW_KINDS
+from .ledger import Ledger, growth
+from .planner import Planner
+from .ram import Draft
+from .record import size, write
+
+T = TypeVar("T")
+
+#: how often room is made for one group, while other processes take it
+_TRIES = 8
+#: at most so many bytes, and this part of the budget, are reserved at once
+_PORTION, _PORTION_PART = 64 << 20, 8
+
+
+@dataclass
+class Counters:
+    """What happened since the store was opened. Bytes are record bytes."""
+
+    skipped: Skipped
+    written_records: int = 0
+    written_bytes: int = 0
+    dropped_groups: int = 0
+    skipped_drafts: int = 0
+    refused_bytes: int = 0
+    last_fault: str = ""
+    faults: dict[str, int] = field(default_factory=dict)
+
+    def fault(self, kind: str, detail: str) -> None:
+        self.faults[kind] = self.faults.get(kind, 0) + 1
+        self.last_fault = f"{kind}: {detail}"
+
+
+class Commit:
+    """``pinned`` says what must not be evicted now, ``share`` which part of the budget one model may have when space is
+    short, ``floor`` the bytes of free disk below which nothing is written. ``daily`` is told what reached the disk."""
+
+    def __init__(
+        self,
+        folder: CacheFolder,
+        index: Index,
+        ledger: Ledger,
+        planner: Callable[[Index, bytes], Planner],
+        *,
+        counters: Counters,
+        daily: Daily,
+        pinned: Callable[[], Collection[bytes]],
+        share: float,
+        floor: int,
+    ) -> None:
+        self.index, self.counters = index, counters
+        self._folder, self._ledger, self._planner, self._daily = folder, ledger, planner, daily
+        self._pinned, self._share, self._floor = pinned, share, floor
+
+    def store(self, group: list[Draft]) -> None:
+        """Store a group, in portions that the budget has room for. Raises OverBudget, OSError, sqlite3.Error,
+        RecordError."""
+        own = [key for draft in group for key in (*draft.needs, draft.meta.key)]
+        most = min(_PORTION, (self.index.budget() or _PORTION) // _PORTION_PART)
+        for portion in _portions(group, most, lambda draft: draft.nbytes):
+            todo = self._missing(portion)
+            if todo:
+                self._store_files(todo, own)
+
+    def _missing(self, group: list[Draft]) -> list[tuple[Draft, list[str]]]:
+        """Drafts that can be stored, each with the kinds of records that are not there yet."""
+        index = self.index
+        here: set[bytes] = set()
+        taken: set[tuple[bytes, str]] = set()
+        todo: list[tuple[Draft, list[str]]] = []
+        for draft in group:
+            planner = self._planner(index, draft.meta.root)
+            if not all(key in here or key == draft.meta.root or planner.complete(key) for key in draft.needs):
+                self.counters.skipped_drafts += 1
+                continue
+            stored = index.entry(draft.meta.key)
+            whole = stored is not None and planner.complete(draft.meta.key)
+            have = stored.kinds if stored is not None else frozenset()
+            # rows of an incomplete entry are written again, with the base that this draft brings
+            kinds = [k for k in draft.bodies if k not in have or (k in ROW_KINDS and not whole)]
+            kinds = [k for k in kinds if (draft.meta.key, k) not in taken]
+            taken.update((draft.meta.key, k) for k in kinds)
+            here.add(draft.meta.key)
+            if kinds or draft.answer is not None:
+                todo.append((draft, kinds))
+        return todo
+
+    def _store_files(self, todo: list[tuple[Draft, list[str]]], own: list[bytes]) -> None:
+        index, ledger = self.index, self._ledger
+        hold = self._reserve(todo, own)
+        temporaries: list[tuple[Path, Path]] = []
+        written = 0
+        try:
+            for draft, kinds in todo:
+                for kind in kinds:
+                    target = self._folder.file(draft.meta.key, kind)
+                    temporary = self._folder.temporary(target.name)
+                    temporary.unlink(missing_ok=True)
+                    temporaries.append((temporary, target))
+                    written += write(temporary, replace(draft.meta, kind=kind), draft.bodies[kind])
+            sync_group(t for t, _ in temporaries)
+            folders = set()
+            for temporary, target in temporaries:
+                target.parent.mkdir(mode=0o700, exist_ok=True)
+                if target.parent.is_symlink():
+                    raise OSError(errno.ELOOP, f"{target.parent} is a symbolic link")
+                os.replace(temporary, target)
+                folders.add(target.parent)
+            for folder in (*folders, self._folder.records):
+                sync_folder(folder)
+            for part in _portions(todo, index.pages(), lambda item: PAGES_A_ROW + 8 * len(item[0].meta.tokens) // PAGE):
+                with index.transaction():
+                    ledger.release(hold, sum(self._enter(draft, kinds) for draft, kinds in part))
+            with index.transaction():
+                ledger.release(hold)
+        except BaseException:
+            for temporary, _ in temporaries:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+            ledger.abandon(hold)
+            raise
+        finally:
+            if written:  # whether or not it could be entered
+                self._daily.add(written)
+
+    def _enter(self, draft: Draft, kinds: list[str]) -> int:
+        """Enter a draft whose files are there; returns their bytes."""
+        m, index = draft.meta, self.index
+        index.add_root(m.root, m.model, m.fingerprint, m.compute, m.layout, m.block)
+        sizes = {}
+        for kind in kinds:
+            with contextlib.suppress(FileNotFoundError):  # removed a moment ago
+                # not what was written: another process may have put its own in this place
+                sizes[kind] = os.lstat(self._folder.file(m.key, kind)).st_size
+        if sizes:
+            packed = pack(m.tokens)
+            index.add_entry(
+                Entry(m.key, m.root, m.parent, m.start, m.end, m.row_start, m.base, packed, frozenset()), sizes
+            )
+        if draft.answer is not None:
+            index.add_answer(draft.answer[0], m.key, draft.answer[1], draft.answer[2])
+        self.counters.written_records += len(sizes)
+        self.counters.written_bytes += sum(sizes.values())
+        return sum(sizes.values())
+
+    def _reserve(self, todo: list[tuple[Draft, list[str]]], own: list[bytes]) -> int:
+        """Reserve room for the records of ``todo``; what was used least recently goes for it, but nothing of ``own``.
+        Raises OverBudget, OSError."""
+        ledger = self._ledger
+        files = {
+            self._folder.file(draft.meta.key, kind).name: size(replace(draft.meta, kind=kind), draft.bodies[kind])
+            for draft, kinds in todo
+            for kind in kinds
+        }
+        total, lengths = sum(files.values()), [len(draft.meta.tokens) for draft, _ in todo]
+        root = todo[0][0].meta.root
+
+        def make_room(short: int) -> int:
+            pinned = {*own, *self._pinned()}
+            return ledger.make_room(short, pinned=pinned, root=root, incoming=total, share=self._share).bytes
+
+        ledger.rescan()
+        missing = self._floor + total - self._free_disk()
+        if missing > 0 and (not make_room(missing) or self._free_disk() - total < self._floor):
+            raise OSError(errno.ENOSPC, f"less than {self._floor >> 20} MiB would be left on the disk")
+        if (short := total + PAGE * growth(lengths) - ledger.room()) > 0:
+            raise OverBudget(short)  # whatever goes: so nothing goes for it
+        for _ in range(_TRIES):
+            try:
+                return ledger.reserve(total, lengths, list(files))
+            except OverBudget as e:
+                if not ledger.reclaim() and not make_room(e.short):
+                    break
+        return ledger.reserve(total, lengths, list(files))
+
+    def _free_disk(self) -> int:
+        stat = os.statvfs(self._folder.path)
+        return stat.f_bavail * stat.f_frsize
+
+
+def _portions(items: Iterable[T], most: int, weight: Callable[[T], int]) -> Iterator[list[T]]:
+    """Cut a sequence into parts of at most ``most``, or of one item."""
+    part: list[T] = []
+    total = 0
+    for item in items:
+        if part and total + weight(item) > most:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += weight(item)
+    if part:
+        yield part

@@ -1,0 +1,105 @@
+"""``LOCK``: held shared by everyone who has the folder open, exclusively by who opens or rebuilds its index alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+FILE = "LOCK"
+_POLL = 0.05
+
+
+class LockRefused(Exception):
+    """The folder cannot be locked; the message says why."""
+
+
+class FolderLock:
+    """A lock on ``folder`` until ``close()``. ``alone``: nobody else has the folder open, nor can open it until
+    ``share()``."""
+
+    def __init__(self, folder: Path, wait: float = 120.0) -> None:
+        """Waits at most so many seconds for a process that is opening or rebuilding. Raises LockRefused, OSError."""
+        self._path = folder / FILE
+        self.alone = False
+        self._fd = -1
+        until = time.monotonic() + wait
+        while not self._take():
+            if time.monotonic() > until:
+                raise LockRefused(f"another process has been opening {folder} for {wait:.0f} s")
+            time.sleep(_POLL)
+        self._check_that_locks_work()
+
+    def _take(self) -> bool:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            alone = _flock(fd, fcntl.LOCK_EX)
+            if not alone and not _flock(fd, fcntl.LOCK_SH):
+                return False
+            if not _same(fd, self._path):  # removed while we waited for it
+                return False
+            self._fd, self.alone, fd = fd, alone, -1
+            return True
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _check_that_locks_work(self) -> None:
+        """Some file systems say yes to everybody."""
+        other = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if _flock(other, fcntl.LOCK_EX):
+                self.close()
+                raise LockRefused("locks do not work on its volume: two were given at once")
+        finally:
+            os.close(other)
+
+    def share(self) -> None:
+        """Let others in. Raises LockRefused."""
+        if self.alone:
+            self.alone = False
+            until = time.monotonic() + 10
+            while not _flock(self._fd, fcntl.LOCK_SH):  # changing a lock may let another process slip in between
+                if time.monotonic() > until:
+                    raise LockRefused("another process holds its lock")
+                time.sleep(_POLL)
+
+    def try_alone(self, wait: float) -> bool:
+        """Become the only one within so many seconds; if that fails, the lock is shared as before."""
+        until = time.monotonic() + wait
+        while not self.alone and not (_flock(self._fd, fcntl.LOCK_EX)):
+            if time.monotonic() > until:
+                while not _flock(self._fd, fcntl.LOCK_SH):
+                    time.sleep(_POLL)
+                return False
+            time.sleep(_POLL)
+        self.alone = True
+        return True
+
+    def intact(self) -> bool:
+        """Whether the file is still the one that is locked: a folder that was removed is nobody's."""
+        return self._fd >= 0 and _same(self._fd, self._path)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _flock(fd: int, how: int) -> bool:
+    """True if the lock was taken, False if somebody else has it. Raises LockRefused."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        raise LockRefused(f"locks do not work on its volume ({e.strerror or e})") from e
+
+
+def _same(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False
