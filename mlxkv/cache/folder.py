@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from .record import MissingRecord, Reader, RecordError
 SUFFIX = ".safetensors"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # bford.info/cachedir: backups pass the folder over
 QUARANTINE_LIMIT = 64 << 20
+_SUFFIXES = ("", "-wal", "-shm")  # of the index's files
 #: names of temporaries begin with the process id and a word of this very process: ids come again, in containers at once
 _PREFIX = f"{os.getpid()}-{secrets.token_hex(4)}-"
 _TEMPORARY = re.compile(r"([1-9][0-9]{0,9})-[0-9a-f]{8}-")
@@ -49,9 +51,12 @@ class CacheFolder:
             if self.records.is_dir() or not any(self.path.iterdir()):
                 ours.append(self.path)  # a folder that holds other things keeps its mode
             for folder in ours:
+                if folder != self.path and folder.is_symlink():  # what it leads to is not ours to change or clear
+                    raise OSError(errno.ELOOP, f"{folder.name} is a symbolic link; put --cache-dir itself elsewhere")
                 folder.mkdir(exist_ok=True, mode=0o700)
                 os.chmod(folder, 0o700)
             probe = self.temporary("probe")
+            probe.unlink(missing_ok=True)  # one that could not be removed the last time
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             modes = [stat.S_IMODE(p.stat().st_mode) & 0o077 for p in (*ours, probe)]
             probe.unlink()
@@ -79,6 +84,8 @@ class CacheFolder:
     def scan(self) -> Iterator[tuple[bytes, str, Path]]:
         """Every file that is named like a record; links and foreign files are passed over."""
         for sub in sorted(self.records.glob("[0-9a-f][0-9a-f]")):
+            if sub.is_symlink():
+                continue
             with contextlib.suppress(OSError), os.scandir(sub) as files:
                 for item in files:
                     stem, dot, kind = item.name.removesuffix(SUFFIX).partition(".")
@@ -95,7 +102,7 @@ class CacheFolder:
         with contextlib.suppress(OSError):
             if action == "delete":
                 path.unlink()
-            elif action == "quarantine":
+            elif action == "quarantine" and not self.quarantine_dir.is_symlink():
                 os.replace(path, self.quarantine_dir / f"{time.time_ns()}-{path.name}")
                 self._bound_quarantine()
 
@@ -113,7 +120,7 @@ class CacheFolder:
         damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
         if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in damaged:
             with contextlib.suppress(OSError):
-                self.suspicion.touch(mode=0o600)
+                os.close(os.open(self.suspicion, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
 
     def clear_leftovers(self) -> None:
         """Remove temporaries whose process is gone."""
@@ -150,8 +157,10 @@ def open_index(folder: CacheFolder) -> Index:
     """The folder's index, in step with its files: orphans are adopted, rows without a file dropped. A damaged index is
     set aside and built again from the files. Raises sqlite3.Error if even that fails, OSError."""
     try:
-        if folder.suspicion.exists():
+        if os.path.lexists(folder.suspicion):
             raise sqlite3.DatabaseError("an earlier run found it damaged")
+        if any((folder.path / (FILE + suffix)).is_symlink() for suffix in _SUFFIXES):
+            raise sqlite3.DatabaseError("it is a symbolic link")  # SQLite would write into whatever it leads to
         index = Index(folder.path)
         _reconcile(folder, index)
         return index
@@ -159,7 +168,7 @@ def open_index(folder: CacheFolder) -> Index:
         if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
             raise  # busy, not damaged
         folder.suspicion.unlink(missing_ok=True)
-        for suffix in ("", "-wal", "-shm"):
+        for suffix in _SUFFIXES:
             folder.set_aside(folder.path / (FILE + suffix), "quarantine")
         index = Index(folder.path)
         _reconcile(folder, index)

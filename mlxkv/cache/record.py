@@ -57,6 +57,14 @@ class UnreadableRecord(RecordError):
     action = "keep"
 
 
+class OtherRows(RecordError):
+    """A whole record whose rows start elsewhere than the index says: another process wrote it too, or power failed
+    before the index was on disk. The file is the truth; once the index says the same, it can be used."""
+
+    reason = "evicted"
+    action = "adopt"
+
+
 class MissingRecord(RecordError):
     """The file is gone: evicted or purged by the system."""
 

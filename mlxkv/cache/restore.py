@@ -11,7 +11,7 @@ from .index import Entry
 from .keys import KeySpace, unpack
 from .layout import Layout, MemberSpec, tensor_name
 from .planner import Piece, Plan
-from .record import Reader, RecordError
+from .record import OtherRows, Reader, RecordError
 from .state import PositionError, SequenceState
 
 
@@ -62,7 +62,6 @@ class Restorer:
         expected = (
             (m.kind, m.key, m.root, m.parent) == (kind, entry.key, self.space.root, entry.parent)
             and (m.start, m.end, m.block, m.layout) == (entry.start, entry.end, self.space.block, self.layout.digest)
-            and (kind == "state" or (m.row_start, m.base) == (entry.row_start, entry.base))
             and list(m.tokens) == unpack(entry.tokens)
         )
         if not expected:
@@ -72,6 +71,9 @@ class Restorer:
         if list(m.tokens[: len(mine)]) != mine:  # the prompt, not the index, has the last word on tokens
             reader.close()
             raise RestoreFailed(entry, kind, RecordError("the record's tokens are not the prompt's"))
+        if kind != "state" and (m.row_start, m.base) != (entry.row_start, entry.base):
+            reader.close()
+            raise RestoreFailed(entry, kind, OtherRows(f"its rows start at {m.row_start}, not {entry.row_start}"))
         return reader
 
     def _rows(self, plan: Plan, capacity: int, arrays: dict[str, mx.array]) -> int:

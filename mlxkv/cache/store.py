@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .folder import CacheFolder, FolderRefused, open_index
+from .folder import CacheFolder, FolderRefused, adopt, open_index
 from .index import Index
 from .keys import Identity, KeySpace, answer_digest, common, pack, root_key, unpack
 from .layout import Layout
 from .lookup import Lookup
 from .planner import Plan, Planner
-from .record import MissingRecord
+from .record import MissingRecord, OtherRows
 from .recorder import Recorder
 from .restore import RestoreFailed, Restorer
 from .state import SequenceState
@@ -106,12 +106,18 @@ class PrefixStore:
         limit = len(tokens) - 1
         planner = Planner(self.index, space, self.layout)
         bad: set[tuple[bytes, str]] = set()
+        adopted: set[tuple[bytes, str]] = set()
         failure: str | None = None
         while plan.position > 0:
             state = new_state()
             try:
                 Restorer(self.folder, space, self.layout, tokens).run(plan, state, capacity)
             except RestoreFailed as e:
+                if isinstance(e.error, OtherRows) and (e.entry.key, e.kind) not in adopted and self._adopt(e):
+                    adopted.add((e.entry.key, e.kind))
+                    with contextlib.suppress(sqlite3.Error):
+                        plan = planner.plan(tokens, limit, bad)
+                    continue
                 # rows without their state: said as a look-up after a restart would say it
                 rows = self.folder.file(e.entry.key, "rows")
                 gone = e.kind == "state" and isinstance(e.error, MissingRecord) and rows.exists()
@@ -231,11 +237,23 @@ class PrefixStore:
         # the nearest miss tells most: the same weights under other numerics, rather than some other model
         return next((r for r in ("other_numerics", "other_layout", "other_model") if r in found), None)
 
+    def _adopt(self, failed: RestoreFailed) -> bool:
+        """Have the index say of an entry's rows what its files say; if they disagree, what the one that failed says."""
+        key = failed.entry.key
+        log.info("the index is corrected: %s", failed)
+        try:
+            with self.index.transaction():
+                for kind in sorted(failed.entry.kinds - {"state"}, key=lambda k: k == failed.kind):
+                    adopt(self.folder, self.index, key, kind, self.folder.file(key, kind))
+        except (sqlite3.Error, OSError):
+            return False
+        return True
+
     def _discard(self, failed: RestoreFailed) -> None:
         entry, kind, error = failed.entry, failed.kind, failed.error
         self._fault(error.reason, str(failed))
         self.folder.set_aside(self.folder.file(entry.key, kind), error.action)
-        if error.action in ("quarantine", "delete", "forget"):
+        if error.action in ("quarantine", "delete", "forget", "adopt"):  # files that disagree are written again
             with contextlib.suppress(sqlite3.Error):
                 self.index.drop_record(entry.key, kind)
 

@@ -215,6 +215,8 @@ class Writer:
             folders = set()
             for temporary, target in temporaries:
                 target.parent.mkdir(mode=0o700, exist_ok=True)
+                if target.parent.is_symlink():
+                    raise OSError(errno.ELOOP, f"{target.parent} is a symbolic link")
                 os.replace(temporary, target)
                 folders.add(target.parent)
             for folder in (*folders, self._folder.records):
