@@ -1,0 +1,102 @@
+"""Processes that store without pause and are killed -9; run as a module, this is where they come from.
+
+``python -m tests.cache.kills`` imports what is needed once, then forks a victim for each line it reads: JSON
+``[model, folder, seed]``. A victim says ``[pid, null]``, then ``[pid, prompt]`` for each prompt reported durable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlxkv.cache.folder
+from tests.cache.synthetic import MODELS, ask, verify
+
+ROOT = Path(__file__).parents[2]
+
+
+def prompts(rng: random.Random) -> list[int]:
+    """Few first tokens, so that chains are shared, extended and branched off."""
+    return [1, 2, 3, 4, 5, 6, 7, 8][: rng.randint(1, 8)] + [rng.randint(1, 3) for _ in range(rng.randint(2, 16))]
+
+
+def victim(model: str, folder: str, seed: int) -> None:
+    rng = random.Random(seed)
+    mlxkv.cache.folder._PREFIX = f"{os.getpid()}-{seed:08x}-"  # as a process of its own would name its temporaries
+    store = MODELS[model].open(Path(folder))
+    print(json.dumps([os.getpid(), None]), flush=True)
+    while True:
+        batch = [prompts(rng) for _ in range(rng.randint(1, 3))]
+        for prompt in batch:
+            ask(MODELS[model], store, prompt, ends=(rng.randint(1, 9),), more=(1, 2, 3))
+        assert store.writer.flush(20) and not store.writer.counters.faults
+        for prompt in batch:
+            print(json.dumps([os.getpid(), prompt]), flush=True)
+
+
+class Victims:
+    """A source of processes to kill. ``one`` starts one and kills it; gives the prompts it said were durable."""
+
+    def __init__(self) -> None:
+        self.source = subprocess.Popen(
+            [sys.executable, "-m", "tests.cache.kills"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # what was said is read here, not kept in a buffer
+        )
+
+    def one(self, model: str, folder: Path, seed: int, after: float) -> list[list[int]]:
+        assert self.source.stdin is not None and self.source.stdout is not None
+        self.source.stdin.write(json.dumps([model, str(folder), seed]).encode() + b"\n")
+        self.source.stdin.flush()
+        pid, _ = json.loads(self.source.stdout.readline())
+        time.sleep(after)
+        os.kill(pid, signal.SIGKILL)
+        said, fd = b"", self.source.stdout.fileno()
+        while not said.endswith(b"gone\n"):  # the source says so once it has buried its child
+            assert select.select([fd], [], [], 30)[0]
+            said += os.read(fd, 1 << 16)
+        # a line that was cut off by the kill was not said
+        lines = said.removesuffix(b"gone\n").split(b"\n")[:-1]
+        return [json.loads(line)[1] for line in lines]
+
+    def close(self) -> None:
+        assert self.source.stdin is not None and self.source.stdout is not None
+        self.source.stdin.close()
+        self.source.wait(30)
+        self.source.stdout.close()
+
+
+def killed_once(victims: Victims, folder: Path, rng: random.Random) -> int:
+    """Kill a writer at a random moment; what it reported durable is there, and the folder is sound."""
+    model = rng.choice(sorted(MODELS))
+    durable = victims.one(model, folder, rng.randrange(1 << 32), rng.random() * 0.08)
+    store = MODELS[model].open(folder)
+    for prompt in durable:
+        got = ask(MODELS[model], store, prompt, keep=False)
+        assert got.reason is None, f"{prompt} was reported durable: {got}"
+    verify(folder, store)
+    assert not store.faults and not list((folder / "quarantine").iterdir())
+    store.close()
+    return len(durable)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        model, folder, seed = json.loads(line)
+        if (pid := os.fork()) == 0:
+            victim(model, folder, seed)
+        os.waitpid(pid, 0)
+        print("gone", flush=True)
+
+
+if __name__ == "__main__":
+    main()
