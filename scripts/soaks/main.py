@@ -1,5 +1,6 @@
 """Random restores, damaged records and killed writers against cold runs: a miss is allowed, a wrong hit never.
 
+Before them, attempts to break the store without a model (faults.py): histories, sweeps, calls, limits, power, kill9.
 Prints the commit and the seed; the last line is JSON. Exit code 1 if any comparison failed.
 """
 
@@ -21,6 +22,7 @@ import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 
 import numpy as np  # isort: skip
 
+from soaks import faults  # isort: skip
 from tests import tiny  # isort: skip
 from tests.cache.test_equality import INEXACT
 from tests.probe import run, runtime
@@ -170,11 +172,16 @@ def model(folder: Path, arch: str) -> Path:
     return where if where.exists() else tiny.make(arch, where)
 
 
+WITH_MODELS = (restores, damage, kills)
+PARTS = [s.__name__ for s in (*faults.PARTS, *WITH_MODELS)]
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--store"]:
         store(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=6.0, help="for all three soaks together")
+    parser.add_argument("--minutes", type=float, default=6.0, help="for all soaks together")
+    parser.add_argument("--only", action="append", choices=PARTS, help="run only this part; may be given again")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=Path, help="also write the result to this file")
     options = parser.parse_args()
@@ -184,9 +191,13 @@ def main() -> int:
     print(f"commit {commit} seed {seed}", flush=True)
     rng, result = random.Random(seed), {"commit": commit, "seed": seed, "minutes": options.minutes}
     failed = False
-    for soak in (restores, damage, kills):
+    chosen = options.only or list(PARTS)
+    each = options.minutes * 60 / len(chosen)
+    if without := [p.__name__ for p in faults.PARTS if p.__name__ in chosen]:
+        result |= faults.main(seed, each * len(without), without)  # raises what it finds
+    for soak in (s for s in WITH_MODELS if s.__name__ in chosen):
         with tempfile.TemporaryDirectory() as name:
-            count = soak(Path(name), rng, options.minutes * 20)
+            count = soak(Path(name), rng, each)
         print(f"{soak.__name__}: {count}", flush=True)
         result[soak.__name__] = asdict(count)
         failed |= bool(count.wrong)
