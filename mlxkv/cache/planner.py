@@ -143,9 +143,15 @@ class Planner:
         return None
 
     def complete(self, key: bytes) -> bool:
-        """Whether an entry is stored with all rows that it needs."""
+        """Whether an entry is stored with all rows that it needs, where its parent ends. Elsewhere no plan would find
+        it, so it has to be written again."""
         entry = self.index.entry(key)
-        return entry is not None and self._pieces(entry, ()) is not None
+        if entry is None or self._pieces(entry, ()) is None:
+            return False
+        if entry.parent == self.space.root:
+            return entry.start == 0
+        parent = self.index.entry(entry.parent)
+        return parent is None or parent.end == entry.start
 
     def _to(
         self, entry: Entry, chain: list[Entry], position: int, leaves: list[Entry], bad: Collection[tuple[bytes, str]]

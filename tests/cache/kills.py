@@ -46,7 +46,11 @@ class Victims:
 
     def __init__(self) -> None:
         self.source = subprocess.Popen(
-            [sys.executable, "-m", "tests.cache.kills"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "tests.cache.kills"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # what was said is read here, not kept in a buffer
         )
 
     def one(self, model: str, folder: Path, seed: int, after: float) -> list[list[int]]:

@@ -91,11 +91,21 @@ class StoreMachine(RuleBasedStateMachine):
         if edit is not None:
             prompt[edit % len(prompt)] = 3
         note(f"prompt {prompt}")
-        ask(model, store, prompt, ends=ends, more=more, chunk=chunk, salt=salt, capacity=8 + cut)
+        ask(
+            model,
+            store,
+            prompt,
+            ends=ends,
+            more=more,
+            chunk=chunk,
+            salt=salt,
+            capacity=8 + cut,
+            lying=not self.pristine,
+        )
         self.prompts = [*self.prompts, [*prompt, *more]][-8:]
         if wait:
             assert store.writer.flush(20)
-            again = ask(model, store, prompt, keep=False, salt=salt)
+            again = ask(model, store, prompt, keep=False, salt=salt, lying=not self.pristine)
             if self.pristine and len(prompt) > 2:  # a head has nothing to stand on before its second token
                 assert again.reason is None, again
                 assert not store.faults and not store.writer.counters.faults
@@ -225,15 +235,16 @@ class StoreMachine(RuleBasedStateMachine):
             if path in self.longer():
                 path.unlink()
         prompt = [*self.prompts[-1], 1, 2]
-        for _ in range(5):
+        for _ in range(24):  # each round may find one more block that stands wrong
             self.reopen(0, False)
             model, store = self.stores[0]
-            ask(model, store, prompt)
+            if ask(model, store, prompt, lying=True).reason is None:
+                break
             assert store.writer.flush(20)
-        assert ask(model, store, prompt, keep=False).reason is None
+        assert ask(model, store, prompt, keep=False, lying=True).reason is None
         self.reopen(0, False)
         model, store = self.stores[0]
-        assert ask(model, store, prompt, keep=False).reason is None
+        assert ask(model, store, prompt, keep=False, lying=True).reason is None
         if self.pristine:
             verify(self.folder, store)
 

@@ -78,7 +78,7 @@ class Sample:
 
     @staticmethod
     def _asked(model: Model, store: PrefixStore, prompt: list[int]) -> int:
-        return ask(model, store, prompt, keep=False).tokens
+        return ask(model, store, prompt, keep=False, lying=True).tokens
 
     def one_of_each(self) -> list[Path]:
         """A record of every kind of every model, the largest."""

@@ -212,10 +212,12 @@ def ask(
     keep: bool = True,
     salt: str = "",
     capacity: int = 16,
+    lying: bool = False,
 ) -> Lookup:
     """One request: look up, restore, prefill to ``ends`` and n−1, "sample" ``more`` (at least one token), record.
 
-    Raises WrongHit if any bit of what was restored, or any remembered answer, is not right.
+    Raises WrongHit if any bit of what was restored is not right, or a remembered answer (but in an index that may be
+    ``lying``: it is a hint, and who asks for an answer compares its text).
     """
     n, sequence = len(tokens), list(tokens)
 
@@ -225,7 +227,7 @@ def ask(
         return state
 
     text = " ".join(map(str, more))
-    if (ids := store.answer_ids(sequence, text, salt)) not in (None, list(more)):
+    if (ids := store.answer_ids(sequence, text, salt)) not in (None, list(more)) and not lying:
         raise WrongHit(f"{model.name}: the answer {text} to {sequence} is said to be {ids}")
     plan = store.lookup(sequence, salt)
     state, lookup, plan = store.restore(plan, sequence, fresh, capacity, salt)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.cache.machine import scratch
-from tests.cache.synthetic import MODELS, ask, verify
+from tests.cache.synthetic import BLOCK, MODELS, ask, verify
 
 MODEL, PROMPT = MODELS["mixed"], [1, 2, 3, 4, 5, 6, 7]
 
@@ -39,4 +41,20 @@ def test_rows_that_start_elsewhere_than_the_index_says(kinds, mine):
         assert ask(MODEL, store, PROMPT, keep=False).reason is None
         assert not list((base / "a" / "quarantine").iterdir())
         verify(base / "a", store)
+        store.close()
+
+
+def test_entries_that_stand_elsewhere_than_the_chain_says():
+    """An index whose entries are all moved by a block fits itself, and no look-up finds them: they are written again,
+    each after the one it hangs on."""
+    with scratch() as base:
+        written(base / "c", 2, 5)
+        with closing(sqlite3.connect(base / "c" / "index.sqlite")) as db, db:
+            db.execute(
+                f"UPDATE entries SET start = start + {BLOCK}, end = end + {BLOCK}, row_start = row_start + {BLOCK}"
+            )
+        for _ in range(3):
+            written(base / "c", 2, 5)
+        store = MODEL.open(base / "c")
+        assert ask(MODEL, store, PROMPT, keep=False).reason is None
         store.close()

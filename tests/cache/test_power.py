@@ -59,6 +59,6 @@ def record() -> Tape:
 def test_power_fails_at_any_moment(tape, honest):
     rng = random.Random(5)
     with scratch() as base:
-        for upto in sorted(rng.sample(range(len(tape.ops) + 1), 40)):
+        for upto in sorted(rng.sample(range(len(tape.ops) + 1), 25)):
             found_after(Disk(tape, upto, rng, honest=honest), base / "d", MODEL, PROMPTS)
             shutil.rmtree(base / "d")

@@ -33,7 +33,7 @@ def test_never_a_wrong_hit():
     run_state_machine_as_test(
         StoreMachine,
         settings=settings(
-            max_examples=25,
+            max_examples=15,
             stateful_step_count=16,
             deadline=None,
             database=None,

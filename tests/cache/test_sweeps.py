@@ -21,16 +21,16 @@ def test_truncated_everywhere(sample):
 
 
 def test_flipped_everywhere(sample):
-    assert sample.flipped_everywhere(step=3) > 3000
+    assert sample.flipped_everywhere(step=5) > 1500
 
 
 def test_truncated_records_are_misses(sample):
-    sample.truncations(random.Random(1), 60)
+    sample.truncations(random.Random(1), 30)
 
 
 def test_swapped_records_are_misses(sample):
-    sample.swaps(random.Random(2), 60)
+    sample.swaps(random.Random(2), 40)
 
 
 def test_a_flipped_byte_of_the_index_or_its_wal(sample):
-    assert sample.index_flips(random.Random(3), 120) > 90  # nearly always all is found: the files are the truth
+    assert sample.index_flips(random.Random(3), 80) > 60  # nearly always all is found: the files are the truth
