@@ -16,8 +16,8 @@ from pathlib import Path
 
 from .index import FILE, Entry, Index
 from .keys import pack
-from .layout import RECORD_KINDS
 from .record import MissingRecord, Reader, RecordError
+from .tensors import RECORD_KINDS
 
 SUFFIX = ".safetensors"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # bford.info/cachedir: backups pass the folder over
