@@ -99,8 +99,13 @@ class CacheFolder:
                 os.replace(path, self.quarantine_dir / f"{time.time_ns()}-{path.name}")
                 self._bound_quarantine()
 
+    def set_aside_files(self) -> list[Path]:
+        """What is in quarantine, oldest first."""
+        held = self.quarantine_dir.iterdir() if self.quarantine_dir.is_dir() else ()
+        return sorted(path for path in held if path.is_file())
+
     def _bound_quarantine(self) -> None:
-        held = sorted((p.name, p.stat().st_size, p) for p in self.quarantine_dir.iterdir() if p.is_file())
+        held = [(p.name, p.stat().st_size, p) for p in self.set_aside_files()]
         total = sum(size for _, size, _ in held)
         for _, size, path in held:
             if total <= QUARANTINE_LIMIT:
@@ -115,15 +120,20 @@ class CacheFolder:
             with contextlib.suppress(OSError):
                 self.suspicion.touch(mode=0o600)
 
-    def clear_leftovers(self) -> None:
-        """Remove temporaries whose process is gone."""
-        for path in self.tmp.iterdir():
+    def leftovers(self) -> Iterator[Path]:
+        """Temporaries whose process is gone."""
+        for path in self.tmp.iterdir() if self.tmp.is_dir() else ():
             named = _TEMPORARY.match(path.name)
             if named is None or path.name.startswith(_PREFIX):
                 continue
             if (pid := int(named[1])) == os.getpid() or not _alive(pid):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                yield path
+
+    def clear_leftovers(self) -> None:
+        """Remove temporaries whose process is gone."""
+        for path in self.leftovers():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def size(self) -> int:
         """``st_size`` of every regular file under the folder, in bytes."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from .folder import CacheFolder, FolderRefused, open_index
-from .index import Index
+from .inspect import stats as stats  # part of the store's interface
 from .keys import Identity, KeySpace, answer_digest, common, pack, root_key, unpack
 from .layout import Layout
 from .lookup import Lookup
@@ -243,34 +241,3 @@ class PrefixStore:
         self.faults[reason] = self.faults.get(reason, 0) + 1
         log.warning("cache miss (%s): %s", reason, detail)
         return reason
-
-
-def stats(folder: Path) -> dict[str, Any]:
-    """``entries, records, bytes, by_model`` of a cache folder; zeros where there is none. Needs no model and no MLX.
-
-    ``bytes`` is what a budget counts: the size of every regular file under the folder.
-    """
-    by_model: list[dict[str, Any]] = []
-    where = CacheFolder(folder)
-    for _ in range(3):
-        try:
-            index = Index(folder, create=False)
-        except sqlite3.Error:
-            break
-        try:
-            totals = index.totals()
-        except sqlite3.OperationalError:  # another process is just creating it
-            time.sleep(0.05)
-            continue
-        except sqlite3.DatabaseError:  # damaged: the next run builds it again
-            break
-        finally:
-            index.close()
-        by_model = [{"model": m, "entries": e, "records": r, "bytes": b} for m, e, r, b in totals]
-        break
-    return {
-        "entries": sum(m["entries"] for m in by_model),
-        "records": sum(m["records"] for m in by_model),
-        "bytes": where.size() if folder.is_dir() else 0,
-        "by_model": by_model,
-    }
