@@ -205,3 +205,7 @@ class Index:
         now = time.time()
         with self.transaction():
             self._db.executemany("UPDATE entries SET used = ? WHERE key = ?", [(now, key) for key in keys])
+
+    def freeze(self, on: bool = True) -> None:
+        """While it is on, whatever would write through this connection raises sqlite3.OperationalError."""
+        self._db.execute(f"PRAGMA query_only={int(on)}")

@@ -21,11 +21,11 @@ from .record import Reader, RecordError
 from .tensors import RECORD_KINDS
 
 #: files beside records, temporaries and quarantine that are mlxkv's own
-OWN_FILES = ("CACHEDIR.TAG", ".metadata_never_index", "index.damaged", "weights.json", "LOCK")
+OWN_FILES = ("CACHEDIR.TAG", ".metadata_never_index", "index.damaged", "weights.json", "writes.json", "LOCK")
 
 
 def report(path: Path, index: Catalogue | None) -> dict[str, Any]:
-    """What is in a folder, file by file and model by model; see ``mlxkv cache info --json`` in the README."""
+    """What is in a folder, file by file and model by model; the object of ``mlxkv cache info --json``."""
     folder = CacheFolder(path)
     size = {name: 0 for name in (*RECORD_KINDS, "index", "temporaries", "quarantine", "own", "foreign")}
     count = dict(size)
@@ -145,7 +145,7 @@ def describe(item: Item, forest: Forest, spaces: dict[bytes, Root]) -> dict[str,
 
 
 def examine(folder: CacheFolder, index: Catalogue, key: bytes) -> dict[str, Any]:
-    """All that is known of one entry; see ``mlxkv cache show --json`` in the README. Raises CacheError."""
+    """All that is known of one entry; the object of ``mlxkv cache show --json`` but for its text. Raises CacheError."""
     forest, spaces = Forest(index.items()), index.spaces()
     item, entry = forest.items.get(key), index.entry(key)
     if item is None or entry is None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-RECORD_KINDS = ("rows", "window", "state")
+#: records that hold a span of rows, and all
+ROW_KINDS = ("rows", "window")
+RECORD_KINDS = (*ROW_KINDS, "state")
 
 #: safetensors dtype name -> the numpy dtype with the same bytes (numpy has no bfloat16)
 HOST_DTYPE: dict[str, np.dtype[Any]] = {

@@ -17,6 +17,7 @@ from .folder import CacheFolder, adopt
 from .index import FILE, Entry
 from .keys import pack
 from .record import MissingRecord, Reader, RecordError
+from .tensors import ROW_KINDS
 
 #: told (bytes read, of how many) between tensors; may raise to stop
 Progress = Callable[[int, int], None]
@@ -32,11 +33,20 @@ ACTIONS = {
 }
 
 
+class IndexDisagrees(RecordError):
+    """A whole record of which the index says something else. The file is the truth: the index is put right."""
+
+    reason = "not_indexed"
+    action = "adopt"
+
+
 @dataclass
 class Finding:
-    """One record that is not as it should be. ``file`` is relative to the folder; ``reason`` is the miss reason that a
-    request would get, or ``not_indexed`` for a good file that the index does not know; ``done`` says whether ``action``
-    was carried out."""
+    """One record that is not as it should be.
+
+    ``file`` is relative to the folder. ``reason`` is the miss reason that a request would get, or ``not_indexed`` for a
+    good file that the index does not know, or not as it is. ``done`` says whether ``action`` was carried out.
+    """
 
     file: str
     key: bytes
@@ -92,7 +102,10 @@ def verify(path: Path, *, repair: bool = False, progress: Progress | None = None
         found = _read_all(folder, None, progress)
         found.findings.append(Finding(FILE, b"", "index", "corrupt", str(cause), "rebuild"))
         if repair:
-            folder.suspicion.touch(mode=0o600)
+            try:
+                folder.suspicion.touch(mode=0o600)
+            except OSError as e:
+                raise CacheError(f"The cache folder {path} cannot be changed: {e}.", "Check whose it is.") from None
     if repair and found.findings:
         with take(path) as index:
             assert index is not None
@@ -162,12 +175,28 @@ def _repair(folder: CacheFolder, index: Catalogue, found: Verified) -> None:
             with index.transaction():  # nobody stores this record anew between the two steps
                 if finding.action == "adopt":
                     adopt(folder, index, finding.key, finding.kind, path)
+                    _agree(folder, index, finding)
                     finding.done = True
                 else:
                     folder.set_aside(path, finding.action)
                     if not path.exists():
                         index.drop_record(finding.key, finding.kind)
                         finding.done = True
+
+
+def _agree(folder: CacheFolder, index: Catalogue, adopted: Finding) -> None:
+    """Set aside the entry's other records of rows if they say something else than the one that was taken in: an entry
+    has one span."""
+    for kind in ROW_KINDS if adopted.kind in ROW_KINDS else ():
+        path = folder.file(adopted.key, kind)
+        try:
+            with Reader.open(path) as reader:
+                _compare(reader, adopted.key, kind, index.entry(adopted.key))
+        except IndexDisagrees:
+            folder.set_aside(path, "quarantine")
+            index.drop_record(adopted.key, kind)
+        except RecordError:
+            pass  # a finding of its own
 
 
 def _compare(reader: Reader, key: bytes, kind: str, entry: Entry | None) -> None:
@@ -180,7 +209,7 @@ def _compare(reader: Reader, key: bytes, kind: str, entry: Entry | None) -> None
     same = (m.root, m.parent, m.start, m.end) == (entry.root, entry.parent, entry.start, entry.end)
     rows = kind == "state" or (m.row_start, m.base) == (entry.row_start, entry.base)
     if not same or not rows or pack(m.tokens) != entry.tokens:
-        raise RecordError("the index says otherwise of its span, base or tokens")
+        raise IndexDisagrees("the index says otherwise of its span or base")
 
 
 def _finding(

@@ -11,6 +11,7 @@ from .cache_text import AsJson
 from .options import ENGINE, MODEL, SYSTEM, Flags, command
 
 if TYPE_CHECKING:
+    from ..config import Settings
     from ..decode.explain import Explanation
 
 
@@ -44,7 +45,6 @@ def explain(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from ..cache.catalogue import holds_something
     from .interrupt import Interrupt
     from .render import Status, print_json
 
@@ -52,7 +52,7 @@ def explain(
     status.show(f"loading {model}")
     with Interrupt():  # Ctrl-C ends at once: nothing is being written
         try:
-            found, name = _explain(settings, model, asked, settings.cache and holds_something(settings.cache_dir))
+            found, name = _explain(settings, model, asked)
         finally:
             status.clear()
     if as_json:
@@ -61,7 +61,8 @@ def explain(
         _print(found)
 
 
-def _explain(settings: Any, model: str, asked: dict[str, Any], stored: bool) -> tuple[Explanation, str]:
+def _explain(settings: Settings, model: str, asked: dict[str, Any]) -> tuple[Explanation, str]:
+    from ..cache.catalogue import CacheError, holds_something
     from ..decode.explain import explain as ask
     from ..decode.options import Options
     from ..decode.request import Request
@@ -69,6 +70,10 @@ def _explain(settings: Any, model: str, asked: dict[str, Any], stored: bool) -> 
     options = settings.engine_options()
     if not options.pop("cache"):
         options["cache_dir"] = None
+    try:
+        stored = settings.cache and holds_something(settings.cache_dir)
+    except CacheError:
+        stored = True  # opening it says what a run says
     return ask(Options(model=model, **options), Request(**asked, use_cache=settings.cache), stored=stored)
 
 

@@ -8,12 +8,10 @@ request that follows meets the very same.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..cache.index import Index
 from ..cache.lookup import REASONS, Lookup
 from ..cache.restore import RestoreFailed
 from ..cache.store import PrefixStore
@@ -29,12 +27,15 @@ AROUND = 12
 
 
 class LookingStore(PrefixStore):
-    """A store that is only asked: its connection to the index cannot write, and what fails a check is left in place."""
+    """A store that is only asked: nothing is written to its index, and what fails a check is left in place."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.index.close()
-        self.index = Index(self.folder.path, create=False)
+        self.index.freeze()
+
+    def close(self) -> None:
+        self.index.freeze(False)
+        super().close()
 
     def _discard(self, failed: RestoreFailed) -> None:
         self._fault(failed.error.reason, str(failed))
@@ -59,9 +60,7 @@ class _Asking(Generation):
 
     def explain(self, store: PrefixStore | None, without: str, why: str) -> Explanation:
         salt = self.request.salt
-        find: Callable[[list[int], str], list[int] | None] = lambda ids, text: None  # noqa: E731
-        if store is not None:
-            find = lambda ids, text: store.answer_ids(ids, text, salt)  # noqa: E731
+        find = (lambda ids, text: store.answer_ids(ids, text, salt)) if store else (lambda ids, text: None)
         prompt = build(self.request, self.rt.tokenizer, self.rt.eos, find)
         limit = self._limit(prompt)
         if store is not None:
@@ -86,7 +85,7 @@ def explain(options: Options, request: Request, *, stored: bool) -> tuple[Explan
     """(explanation, the model's name) of ``request`` under ``options``. ``stored`` says whether ``options.cache_dir``
     holds a store already; where it does not, none is made. Raises ModelError, ConfigError, RequestError."""
     on = options.cache_dir is not None and request.use_cache
-    runtime, info = open_runtime(options if on and stored else _without_store(options))
+    runtime, info = open_runtime(options if on and stored else replace(options, cache_dir=None))
     store = None
     try:
         if runtime.store is not None:
@@ -112,9 +111,3 @@ def _looking(runtime: Runtime, options: Options) -> LookingStore:
         allow_unprotected=options.allow_unprotected,
         software=own.software,
     )
-
-
-def _without_store(options: Options) -> Options:
-    from dataclasses import replace
-
-    return replace(options, cache_dir=None)

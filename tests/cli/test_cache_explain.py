@@ -123,6 +123,9 @@ def test_other_weights_and_switched_off(foretold, cli, tmp_path, model):
     foretold("hello")
     assert foretold("hello", model=other)["miss_reason"] == "other_model"
     assert foretold("hello", "--no-cache")["miss_reason"] == "off"
+    (tmp_path / "file").write_text("no folder")
+    told = foretold("hello", "--cache-dir", tmp_path / "file")
+    assert told["miss_reason"] == "off" and "cannot be used" in told["why"]
 
 
 def test_asking_is_no_use(cli, home, model):
