@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mlxkv.cache import record
+from mlxkv.cache.folder import CacheFolder
 from mlxkv.cache.index import Index
 from tests.cache.stores import Written, records
 from tests.cli.stored import items
@@ -123,6 +126,25 @@ def test_rows_that_the_index_describes_otherwise(verify, folder, written):
     assert items(folder) == before  # the file is the truth
     assert verify().code == 0
     assert written.ask_anew(folder)[0] == len(written.tokens) - 1
+
+
+def test_records_of_one_entry_that_disagree(cli, tiny_model, tmp_path):
+    """Two processes stored one entry with other boundaries: one span is kept, and the next check finds nothing."""
+    folder = tmp_path / "c"
+    Written(tiny_model("gemma3_text"), folder)
+    item = next(item for item in items(folder) if item.base and "window" in item.sizes)
+    where = CacheFolder(folder)
+    rows, window = where.file(item.key, "rows"), where.file(item.key, "window")
+    with record.Reader.open(rows) as reader:
+        meta = replace(reader.meta, row_start=item.start, base=None)
+        first = [(name, reader.tensors[name][0], reader.read(name)) for name in reader.tensors]
+    more = ((0, 0), (0, 0), (item.row_start - item.start, 0), (0, 0))
+    rows.unlink()
+    record.write(rows, meta, record.Body.of({name: (dtype, np.pad(a, more)) for name, dtype, a in first}))
+    found = cli("cache", "verify", "--repair", "--json", "--cache-dir", folder).json["findings"]
+    assert [(f["kind"], f["action"], f["done"]) for f in found] == [("rows", "adopt", True)]
+    assert rows.exists() and not window.exists() and [*where.quarantine_dir.glob("*.window.safetensors")]
+    assert cli("cache", "verify", "--json", "--cache-dir", folder).json["findings"] == []
 
 
 def test_lost_rows_leave_what_hangs_on_them_unreachable_but_no_damage(verify, folder, written):
