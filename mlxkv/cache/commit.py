@@ -21,11 +21,11 @@ from .folder import CacheFolder
 from .index import PAGE, PAGES_A_ROW, Entry, Index, OverBudget
 from .keeper import Skipped
 from .keys import pack
-from .layout import ROW_KINDS
 from .ledger import Ledger, growth
 from .planner import Planner
 from .ram import Draft
 from .record import size, write
+from .tensors import ROW_KINDS
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from .index import FILE, SUFFIX, Entry, Index
 from .keys import pack
-from .layout import RECORD_KINDS
 from .record import MissingRecord, Reader, RecordError
+from .tensors import RECORD_KINDS
 
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # bford.info/cachedir: backups pass the folder over
 QUARANTINE_LIMIT = 64 << 20
@@ -127,8 +127,13 @@ class CacheFolder:
                 os.replace(path, self.quarantine_dir / f"{time.time_ns()}-{path.name}")
                 self._bound_quarantine()
 
+    def set_aside_files(self) -> list[Path]:
+        """What is in quarantine, oldest first."""
+        held = self.quarantine_dir.iterdir() if self.quarantine_dir.is_dir() else ()
+        return sorted(path for path in held if path.is_file() and not path.is_symlink())
+
     def _bound_quarantine(self) -> None:
-        held = sorted((p.name, p.stat().st_size, p) for p in self.quarantine_dir.iterdir() if p.is_file())
+        held = [(p.name, p.stat().st_size, p) for p in self.set_aside_files()]
         total = sum(size for _, size, _ in held)
         for _, size, path in held:
             if total <= self.quarantine_limit:
@@ -141,18 +146,27 @@ class CacheFolder:
         damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
         if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in damaged:
             with contextlib.suppress(OSError):
-                os.close(os.open(self.suspicion, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+                self.doubt()
 
-    def clear_leftovers(self) -> None:
-        """Remove temporaries whose process is gone."""
-        for path in self.tmp.iterdir():
+    def doubt(self) -> None:
+        """Have the index built again by whoever opens it next. Raises OSError."""
+        os.close(os.open(self.suspicion, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+
+    def leftovers(self) -> Iterator[Path]:
+        """Temporaries whose process is gone."""
+        for path in self.tmp.iterdir() if self.tmp.is_dir() else ():
             named = _TEMPORARY.match(path.name)
             if named is None or path.name.startswith(_PREFIX):
                 continue
             pid = int(named[1])
             if pid == os.getpid() or not _alive(pid):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                yield path
+
+    def clear_leftovers(self) -> None:
+        """Remove temporaries whose process is gone."""
+        for path in self.leftovers():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def remove_temporaries(self, prefix: str) -> None:
         """Remove what a process that is gone was writing."""

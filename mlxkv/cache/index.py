@@ -354,6 +354,10 @@ class Index:
             now = self.used()
             self._db.executemany("UPDATE entries SET used = ? WHERE key = ?", [(now, key) for key in keys])
 
+    def freeze(self, on: bool = True) -> None:
+        """While it is on, whatever would write through this connection raises sqlite3.OperationalError."""
+        self._db.execute(f"PRAGMA query_only={int(on)}")
+
 
 def damaged(why: str) -> sqlite3.DatabaseError:
     """An error as SQLite raises it for a file that is no longer sound."""

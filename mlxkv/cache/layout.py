@@ -4,58 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import MlxkvError
 from .kinds import members_of
 from .member import Member
 from .state import SequenceState
+from .tensors import RECORD_KINDS, ROW_KINDS, TensorSpec
 
-#: records that hold a span of rows, and all
-ROW_KINDS = ("rows", "window")
-RECORD_KINDS = (*ROW_KINDS, "state")
 #: tokens run, one after the other, until two forwards in a row leave the same shapes
 _PROBE = (2, *[1] * 16)
 
-#: safetensors dtype name, MLX dtype, and the numpy dtype with the same bytes (numpy has no bfloat16)
-_DTYPES: list[tuple[str, mx.Dtype, Any]] = [
-    ("F32", mx.float32, np.float32),
-    ("F16", mx.float16, np.float16),
-    ("BF16", mx.bfloat16, np.uint16),
-    ("U32", mx.uint32, np.uint32),
-    ("I32", mx.int32, np.int32),
-    ("U8", mx.uint8, np.uint8),
-    ("I64", mx.int64, np.int64),
-]
-DTYPE_NAME = {dtype: name for name, dtype, _ in _DTYPES}
-MLX_DTYPE = {name: dtype for name, dtype, _ in _DTYPES}
-HOST_DTYPE = {name: np.dtype(host) for name, _, host in _DTYPES}
+#: safetensors dtype name -> MLX dtype, for each dtype of ``tensors.HOST_DTYPE``
+MLX_DTYPE: dict[str, mx.Dtype] = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U8": mx.uint8,
+    "I64": mx.int64,
+}
+DTYPE_NAME = {dtype: name for name, dtype in MLX_DTYPE.items()}
 
 
 class LayoutError(MlxkvError):
     """The state of this model has no stable layout, so it cannot be stored; the message says why."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a record. ``shape`` has 0 on the row axis (axis 2) of growing and window members."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def sized(self, rows: int) -> tuple[int, ...]:
-        return tuple(rows if i == 2 and n == 0 else n for i, n in enumerate(self.shape))
-
-    def nbytes(self, rows: int) -> int:
-        return math.prod(self.sized(rows)) * HOST_DTYPE[self.dtype].itemsize
 
 
 @dataclass(frozen=True)

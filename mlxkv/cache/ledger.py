@@ -22,8 +22,9 @@ from pathlib import Path
 from .eviction import Evicted, free
 from .folder import CacheFolder, adopt, parse
 from .index import MISC_ROOM, PAGE, Index, OverBudget, shm_room, wal_room
-from .layout import RECORD_KINDS, Layout
+from .layout import Layout
 from .process import Process, this_process
+from .tensors import RECORD_KINDS
 
 #: the default: this part of the disk that would be free without the folder, and at most so many bytes
 PART, MOST = 10, 32 * 10**9

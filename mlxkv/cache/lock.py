@@ -79,7 +79,10 @@ class FolderLock:
 
     def intact(self) -> bool:
         """Whether the file is still the one that is locked: a folder that was removed is nobody's."""
-        return self._fd >= 0 and _same(self._fd, self._path)
+        try:
+            return self._fd >= 0 and _same(self._fd, self._path)
+        except OSError:
+            return False
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -100,6 +103,6 @@ def _flock(fd: int, how: int) -> bool:
 
 def _same(fd: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except OSError:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
         return False

@@ -18,8 +18,8 @@ import numpy as np
 
 from .index import Entry
 from .keys import pack
-from .layout import TensorSpec
 from .record import Body, Meta, RecordError, checksum
+from .tensors import TensorSpec
 
 #: how many entries that are no prefix of what is asked are looked at on each side: neighbours share most
 _NEIGHBOURS = 8

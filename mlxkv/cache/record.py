@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from .keys import SCHEMA, KeySpace, pack
-from .layout import HOST_DTYPE, TensorSpec
+from .tensors import HOST_DTYPE, TensorSpec
 
 FORMAT = "mlxkv-record"
 _ZERO = "0" * 32

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError
-from .daily import Daily
 from .folder import CacheFolder, FolderRefused, adopt
-from .index import Index
+from .inspect import stats as stats  # part of the store's interface
 from .keeper import Keeper
 from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
 from .layout import Layout
@@ -235,12 +232,15 @@ class PrefixStore:
                 continue
             finally:
                 self._pinned = frozenset()
-            self.writer.touch(plan.pieces[-1].entry.key)  # what the last piece hangs on stays as long as it does
+            self._note_use(plan.pieces[-1].entry.key)  # what the last piece hangs on stays as long as it does
             reason = failure or plan.reason if plan.position < limit else None
             source = "ssd" if "ssd" in restorer.used else "ram"
             return state, Lookup(plan.position, source, reason, None if reason is None else plan.position), plan
         reason = (failure or plan.reason or "empty") if limit > 0 else None
         return new_state(), Lookup(0, "none", reason, None if reason is None else 0), plan
+
+    def _note_use(self, key: bytes) -> None:
+        self.writer.touch(key)
 
     def recorder(
         self,
@@ -363,36 +363,3 @@ class PrefixStore:
         self.faults[reason] = self.faults.get(reason, 0) + 1
         log.warning("cache miss (%s): %s", reason, detail)
         return reason
-
-
-def stats(folder: Path) -> dict[str, Any]:
-    """``entries, records, bytes, written_today, by_model`` of a cache folder; zeros where there is none.
-    Needs no model.
-
-    ``bytes`` is what a budget counts: the size of every regular file under the folder.
-    """
-    by_model: list[dict[str, Any]] = []
-    where = CacheFolder(folder)
-    for _ in range(3):
-        try:
-            index = Index(folder, create=False)
-        except sqlite3.Error:
-            break
-        try:
-            totals = index.totals()
-        except sqlite3.OperationalError:  # another process is just creating it
-            time.sleep(0.05)
-            continue
-        except sqlite3.DatabaseError:  # damaged: the next run builds it again
-            break
-        finally:
-            index.close()
-        by_model = [{"model": m, "entries": e, "records": r, "bytes": b} for m, e, r, b in totals]
-        break
-    return {
-        "entries": sum(m["entries"] for m in by_model),
-        "records": sum(m["records"] for m in by_model),
-        "bytes": where.size() if folder.is_dir() else 0,
-        "written_today": Daily(folder).used(),
-        "by_model": by_model,
-    }

@@ -18,7 +18,7 @@ from typing import Literal
 
 from ..config import NAMES, Settings, config_file, data_dir
 from ..errors import ConfigError, MlxkvError
-from .cache import size
+from .cache_text import size
 from .options import Flags
 
 NEEDED_MLX = (0, 32, 4)

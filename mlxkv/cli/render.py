@@ -22,6 +22,11 @@ LONG_PROMPT = 256
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+def printable(text: str) -> str:
+    """``text`` without what could steer a terminal."""
+    return _CONTROLS.sub("", text)
+
+
 class Status:
     """One line on stderr that comes and goes; silent where stderr is no terminal."""
 

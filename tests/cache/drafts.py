@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from mlxkv.cache.keys import Identity, KeySpace, pack
-from mlxkv.cache.layout import Layout, MemberSpec, TensorSpec
+from mlxkv.cache.layout import Layout, MemberSpec
 from mlxkv.cache.ram import Draft
 from mlxkv.cache.record import Body, Meta
 from mlxkv.cache.store import PrefixStore
+from mlxkv.cache.tensors import TensorSpec
 
 BLOCK = 16
 ROW = 256  # floats a token

@@ -47,9 +47,10 @@ def stops_writing(store: PrefixStore, why: str) -> None:
 
 
 def file_size(folder: Path, store: PrefixStore) -> None:
-    """No file may grow past 1,000 bytes (RLIMIT_FSIZE), neither a record nor the WAL."""
+    """No file may grow past 1,000 bytes (RLIMIT_FSIZE), neither a record nor the WAL, which takes the reservation
+    and so fails first. SQLite does not tell more than this."""
     with limit(resource.RLIMIT_FSIZE, 1000):
-        stops_writing(store, os.strerror(errno.EFBIG))
+        stops_writing(store, "the index in " + str(folder) + " takes nothing more: disk I/O error")
 
 
 def open_files(folder: Path, store: PrefixStore) -> None:

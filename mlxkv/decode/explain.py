@@ -1,0 +1,127 @@
+"""Explain: what a prompt would find in the store, without computing or keeping anything.
+
+The prompt is tokenised and its records are looked up, read and verified by the code that a request runs. Then it
+ends: no token is computed, nothing is stored, no use is noted, and a damaged record stays where it is, so that a
+request that follows meets the very same.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..cache.lookup import REASONS, Lookup
+from ..cache.restore import RestoreFailed
+from ..cache.store import CLOSE_WITHIN, PrefixStore
+from .generation import Generation
+from .options import Options
+from .prompt import build
+from .request import Request
+from .runtime import Runtime, open_runtime
+from .text import decode
+
+#: tokens of text on either side of the first one that is not covered
+AROUND = 12
+#: the cache budget of one who looks: nothing is evicted for it, and other stores keep theirs
+UNBOUNDED = 1 << 60
+
+
+class LookingStore(PrefixStore):
+    """A store that is only asked: nothing is written to its index, and what fails a check is left in place."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.index.freeze()
+
+    def close(self, timeout: float = CLOSE_WITHIN) -> None:
+        self.index.freeze(False)
+        super().close(timeout)
+
+    def _adopt(self, failed: RestoreFailed) -> bool:
+        self.index.freeze(False)  # an index that is put right shows what a request would find
+        try:
+            return super()._adopt(failed)
+        finally:
+            self.index.freeze()
+
+    def _note_use(self, key: bytes) -> None:
+        pass
+
+    def _discard(self, failed: RestoreFailed) -> None:
+        self._fault(failed.error.reason, str(failed))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """``lookup`` is what a request would report; ``before`` and ``after`` the ids on either side of its position, and
+    ``text_before``, ``text_after`` what they say."""
+
+    tokens: int
+    lookup: Lookup
+    why: str
+    before: list[int]
+    after: list[int]
+    text_before: str
+    text_after: str
+
+
+class _Asking(Generation):
+    """A request that ends where computing would begin."""
+
+    def explain(self, store: PrefixStore | None, without: str, why: str) -> Explanation:
+        salt = self.request.salt
+        find = (lambda ids, text: store.answer_ids(ids, text, salt)) if store else (lambda ids, text: None)
+        prompt = build(self.request, self.rt.tokenizer, self.rt.eos, find)
+        limit = self._limit(prompt)
+        if store is not None:
+            lookup = self._resume(prompt, store, limit)[1]
+        else:
+            missed = without == "off" or len(prompt.tokens) > 1
+            lookup = Lookup(0, "none", without if missed else None, 0 if missed else None)
+        ids, at = prompt.tokens, lookup.tokens
+        before, after = ids[max(0, at - AROUND) : at], ids[at : at + AROUND]
+        return Explanation(
+            tokens=len(ids),
+            lookup=lookup,
+            why=why or (REASONS[lookup.reason] if lookup.reason else ""),
+            before=before,
+            after=after,
+            text_before=decode(self.rt.tokenizer, before),
+            text_after=decode(self.rt.tokenizer, after),
+        )
+
+
+def explain(options: Options, request: Request, *, stored: bool) -> tuple[Explanation, str]:
+    """(explanation, the model's name) of ``request`` under ``options``. ``stored`` says whether ``options.cache_dir``
+    holds a store already; where it does not, none is made. Raises ModelError, ConfigError, RequestError."""
+    on = options.cache_dir is not None and request.use_cache
+    folder = options.cache_dir if on and stored else None
+    runtime, info = open_runtime(replace(options, cache_dir=folder, cache_budget=UNBOUNDED))
+    store = None
+    try:
+        if runtime.store is not None:
+            store = _looking(runtime, options)
+        off = info.store_off if on and stored and info.store_off else ""
+        asking = _Asking(runtime, request, lambda event: None, lambda: False, time.monotonic())
+        return asking.explain(store, "off" if off or not on else "empty", off), info.name
+    finally:
+        if store is not None:
+            store.close()
+
+
+def _looking(runtime: Runtime, options: Options) -> LookingStore:
+    """The runtime's store opened anew, to look only."""
+    own = runtime.store
+    assert own is not None
+    own.close()
+    return LookingStore(
+        Path(str(options.cache_dir)),
+        own.identity,
+        own.layout,
+        block=own.block,
+        budget=UNBOUNDED,
+        allow_unprotected=options.allow_unprotected,
+        software=own.software,
+    )
