@@ -12,6 +12,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,10 @@ T = TypeVar("T")
 
 #: after these the next group would fare no better; any other failure costs one group (too many open files, say)
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT}
-#: how often room is made for one group, while other processes take it
-_TRIES = 8
+#: seconds to try to make room for one portion, while other processes take it or have reserved it
+_PATIENCE, _PAUSE = 5.0, 0.05
+#: seconds after which it is worth saying again that the folder is full
+_SAY_AGAIN = 3600.0
 #: at most so many bytes, and this part of the budget, are reserved at once
 _PORTION, _PORTION_PART = 64 << 20, 8
 _LASTING_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY}
@@ -93,7 +96,7 @@ class Writer:
         self._folder, self._planner, self._limit, self._floor = folder, planner, limit, floor
         self._store, self._pinned, self._share = store, pinned, share
         self._touched: set[bytes] = set()
-        self._full = False
+        self._said_full = float("-inf")
         self._queue: deque[list[Draft]] = deque()
         self._pending: dict[bytes, int] = {}
         self._bytes = 0
@@ -167,12 +170,11 @@ class Writer:
                 if index is not None and not self._stopped_because:
                     self._note_uses(index)
                     self._commit(index, ledger, group)
-                    self._full = False
             except OverBudget as e:
                 self.counters.dropped_groups += 1
                 self.counters.fault("budget", str(e))
-                if not self._full:
-                    self._full = True
+                if time.monotonic() > self._said_full + _SAY_AGAIN:
+                    self._said_full = time.monotonic()
                     log.warning(
                         "the prefix store stops writing: %s, and nothing that may go would make room. Answers go on; "
                         "what is stored is still read.",
@@ -335,13 +337,15 @@ class Writer:
             raise OSError(errno.ENOSPC, f"less than {self._floor >> 20} MiB would be left on the disk")
         if (short := total + PAGE * growth(lengths) - ledger.room()) > 0:
             raise OverBudget(short)  # whatever goes: so nothing goes for it
-        for _ in range(_TRIES):
+        until = time.monotonic() + _PATIENCE
+        while True:
             try:
                 return ledger.reserve(total, lengths, list(files))
             except OverBudget as e:
                 if not ledger.reclaim() and not make_room(e.short):
-                    break
-        return ledger.reserve(total, lengths, list(files))
+                    if not ledger.others() or time.monotonic() > until:
+                        raise
+                    time.sleep(_PAUSE)  # what other processes have reserved is given back soon
 
     def _free_disk(self) -> int:
         stat = os.statvfs(self._folder.path)

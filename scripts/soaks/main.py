@@ -21,6 +21,7 @@ import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 
 import numpy as np  # isort: skip
 
+from soaks.budget import budget  # isort: skip
 from tests import tiny  # isort: skip
 from tests.cache.test_equality import INEXACT
 from tests.probe import run, runtime
@@ -174,7 +175,7 @@ def main() -> int:
     if sys.argv[1:2] == ["--store"]:
         store(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=6.0, help="for all three soaks together")
+    parser.add_argument("--minutes", type=float, default=6.0, help="for all soaks together")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=Path, help="also write the result to this file")
     options = parser.parse_args()
@@ -184,9 +185,9 @@ def main() -> int:
     print(f"commit {commit} seed {seed}", flush=True)
     rng, result = random.Random(seed), {"commit": commit, "seed": seed, "minutes": options.minutes}
     failed = False
-    for soak in (restores, damage, kills):
+    for soak in (restores, damage, kills, budget):
         with tempfile.TemporaryDirectory() as name:
-            count = soak(Path(name), rng, options.minutes * 20)
+            count = soak(Path(name), rng, options.minutes * 15)
         print(f"{soak.__name__}: {count}", flush=True)
         result[soak.__name__] = asdict(count)
         failed |= bool(count.wrong)
