@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,8 +30,8 @@ from .tensors import ROW_KINDS
 
 T = TypeVar("T")
 
-#: how often room is made for one group, while other processes take it
-_TRIES = 8
+#: seconds to try to make room for one portion, while other processes take it or have reserved it
+_PATIENCE, _PAUSE = 5.0, 0.05
 #: at most so many bytes, and this part of the budget, are reserved at once
 _PORTION, _PORTION_PART = 64 << 20, 8
 
@@ -187,13 +188,15 @@ class Commit:
             raise OSError(errno.ENOSPC, f"less than {self._floor >> 20} MiB would be left on the disk")
         if (short := total + PAGE * growth(lengths) - ledger.room()) > 0:
             raise OverBudget(short)  # whatever goes: so nothing goes for it
-        for _ in range(_TRIES):
+        until = time.monotonic() + _PATIENCE
+        while True:
             try:
                 return ledger.reserve(total, lengths, list(files))
             except OverBudget as e:
                 if not ledger.reclaim() and not make_room(e.short):
-                    break
-        return ledger.reserve(total, lengths, list(files))
+                    if not ledger.others() or time.monotonic() > until:
+                        raise
+                    time.sleep(_PAUSE)  # what other processes have reserved is given back soon
 
     def _free_disk(self) -> int:
         stat = os.statvfs(self._folder.path)

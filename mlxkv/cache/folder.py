@@ -179,24 +179,27 @@ class CacheFolder:
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def listing(self) -> tuple[set[str], int]:
+    def listing(self, known: Collection[str] = frozenset()) -> tuple[set[str], int]:
         """(names of files that are named like records and lie where they belong, bytes of all else under
-        ``records/``). Costs little more than listing the folders."""
+        ``records/``). Costs little more than listing the folders, the more so the more names are in ``known``."""
         names: set[str] = set()
+        known = frozenset(known)
         foreign = 0
         with os.scandir(self.records) as subs:
             for sub in subs:
-                if not sub.is_dir(follow_symlinks=False) or not _SUBFOLDER.fullmatch(sub.name):
+                begin, match = sub.name, _RECORD.fullmatch
+                if not sub.is_dir(follow_symlinks=False) or not _SUBFOLDER.fullmatch(begin):
                     foreign += weight(sub.path)
                     continue
                 with contextlib.suppress(OSError), os.scandir(sub.path) as items:
-                    begin, match = sub.name, _RECORD.fullmatch
+                    found, other = set(), []
                     for item in items:
-                        name = item.name
-                        if match(name) and name.startswith(begin) and item.is_file(follow_symlinks=False):
-                            names.add(name)
-                        else:
-                            foreign += weight(item.path)
+                        found.add(item.name) if item.is_file(follow_symlinks=False) else other.append(item.name)
+                    good = {name for name in found & known if name.startswith(begin)}
+                    for name in found - good:
+                        good.add(name) if match(name) and name.startswith(begin) else other.append(name)
+                    names |= good
+                    foreign += sum(weight(os.path.join(sub.path, name)) for name in other)
         return names, foreign
 
     def outside(self, written: Collection[str] = ()) -> int:

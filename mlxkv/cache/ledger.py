@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sqlite3
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -81,16 +82,25 @@ class Ledger:
         with self.index.transaction():
             self.index.execute("DELETE FROM holds WHERE id = ?", (self.store,))
 
+    def others(self) -> int:
+        """Bytes that are reserved, by other stores since this one has none when it asks."""
+        return self.index.execute("SELECT coalesce(sum(bytes), 0) FROM holds").fetchone()[0]
+
     def room(self) -> int:
-        """Bytes that a reservation could have if every record went. Negative if others leave no place at all."""
-        (records,) = self.index.execute("SELECT bytes FROM ledger WHERE name = 'records'").fetchone()
-        return (self.index.budget() or 0) - self.index.charge() + records
+        """Bytes that a reservation could have if every record and other reservation went. Negative if even then there
+        is no place at all."""
+        query = "SELECT bytes + (SELECT coalesce(sum(bytes), 0) FROM holds) FROM ledger WHERE name = 'records'"
+        (passing,) = self.index.execute(query).fetchone()
+        return (self.index.budget() or 0) - self.index.charge() + passing
 
     def reserve(self, size: int, entries: Iterable[int], files: list[str]) -> int:
         """Reserve ``size`` bytes for ``files`` (names of records) and what the index needs for entries of so many
         tokens. Returns the reservation's id. Raises OverBudget, sqlite3.Error."""
         size += PAGE * growth(entries)
         with self.index.transaction():
+            mine = self.index.execute("SELECT pid FROM holds WHERE id = ?", (self.store,)).fetchone()
+            if mine != (this_process().pid,):
+                raise sqlite3.OperationalError("this store is no longer in the ledger of its folder")
             return _hold(self.index, self.folder, self.store, None, size, files)
 
     def release(self, hold: int, size: int | None = None) -> None:

@@ -91,7 +91,7 @@ def _reconcile(folder: CacheFolder, index: Index, alone: bool, trust: bool) -> N
     """Compare the names of files with the rows, and count what else is there. Raises sqlite3.DatabaseError if an index
     that is not to be trusted lacks most of the records: then it is built again."""
     known = index.file_names()
-    files, inside = folder.listing()
+    files, inside = folder.listing(known)
     gone, orphans = known - files, files - known
     if alone and not trust and len(orphans) > max(_MANY, len(known)):
         raise sqlite3.DatabaseError("it lacks most of the records")

@@ -32,6 +32,8 @@ log = logging.getLogger("mlxkv.cache")
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT}
 #: seconds that a group which is being written may take beyond the time that closing has
 GRACE = 5.0
+#: seconds after which it is worth saying again that the folder is full
+_SAY_AGAIN = 3600.0
 _LASTING_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY}
 
 
@@ -81,7 +83,7 @@ class Writer:
         self._ram, self._keeper, self._idle_s, self._busy = ram, keeper, idle_s, busy
         self._store, self._pinned, self._share = store, pinned, share
         self._touched: set[bytes] = set()
-        self._full = False
+        self._said_full = float("-inf")
         self._queue: deque[Job] = deque()
         self._tips: dict[bytes, Tip] = {}
         self._bytes = 0
@@ -215,8 +217,8 @@ class Writer:
             except OverBudget as e:
                 self.counters.dropped_groups += 1
                 self.counters.fault("budget", str(e))
-                if not self._full:
-                    self._full = True
+                if time.monotonic() > self._said_full + _SAY_AGAIN:
+                    self._said_full = time.monotonic()
                     log.warning(
                         "the prefix store stops writing: %s, and nothing that may go would make room. Answers go on; "
                         "what is stored is still read.",
@@ -279,7 +281,6 @@ class Writer:
                 drafts = self._keeper.admit(index, drafts, job.chain, self._planner(index, drafts[0].meta.root))
             if drafts:
                 commit.store(drafts)
-                self._full = False
         except OverBudget:
             if job.chain is not None:  # the next one may fit then
                 self._keeper.clean(index, job.chain, self._pins())

@@ -23,6 +23,7 @@ import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 import numpy as np  # isort: skip
 
 from soaks import faults  # isort: skip
+from soaks.budget import budget  # isort: skip
 from tests import tiny  # isort: skip
 from tests.architectures import MORE_INEXACT
 from tests.cache.test_equality import INEXACT as SUITE_INEXACT
@@ -174,7 +175,7 @@ def model(folder: Path, arch: str) -> Path:
     return where if where.exists() else tiny.make(arch, where)
 
 
-WITH_MODELS = (restores, damage, kills)
+WITH_MODELS = (restores, damage, kills, budget)
 PARTS = [s.__name__ for s in (*faults.PARTS, *WITH_MODELS)]
 
 

@@ -35,18 +35,25 @@ def tokens(seed: int, length: int) -> list[int]:
     return [random.Random(seed * 1_000_003 + i).randrange(1 << 16) for i in range(length)]
 
 
-def chain(store: PrefixStore, ids: list[int], states: bool = True) -> list[Draft]:
-    """The full blocks of ``ids``, each with its state."""
+def chain(store: PrefixStore, ids: list[int], states: bool = True, weight: int = STATE) -> list[Draft]:
+    """The full blocks of ``ids``, each with its state of ``weight`` floats."""
     space, parent, out = store.space(), store.space().root, []
     for a in range(0, len(ids) - BLOCK + 1, BLOCK):
-        draft = entry(store, parent, a, ids[a : a + BLOCK], states=states)
+        draft = entry(store, parent, a, ids[a : a + BLOCK], states=states, weight=weight)
         out.append(draft)
         parent = space.key(parent, ids[a : a + BLOCK])
     return out
 
 
 def entry(
-    store: PrefixStore, parent: bytes, start: int, ids: list[int], *, base: Draft | None = None, states: bool = True
+    store: PrefixStore,
+    parent: bytes,
+    start: int,
+    ids: list[int],
+    *,
+    base: Draft | None = None,
+    states: bool = True,
+    weight: int = STATE,
 ) -> Draft:
     """A block or leaf on ``parent``; with ``base``, its rows begin where that leaf ends."""
     space: KeySpace = store.space()
@@ -71,7 +78,7 @@ def entry(
     rows = np.full((1, 1, meta.end - row_start, ROW), seed, np.float32)
     bodies = {"rows": Body.of({"0.keys": ("F32", rows)})}
     if states:
-        bodies["state"] = Body.of({"1.0": ("F32", np.full((1, STATE), seed, np.float32))})
+        bodies["state"] = Body.of({"1.0": ("F32", np.full((1, weight), seed, np.float32))})
     needs = [key for key in (parent, meta.base) if key and key != space.root]
     return Draft(meta, bodies, tuple(needs))
 

@@ -115,8 +115,9 @@ def test_restoring_is_a_use(tiny_model, tmp_path):
 
 
 def test_evict_comes_down_to_a_size_and_says_how_far_it_is(store):
-    for seed in range(20):
-        put(store, chain(store, tokens(seed, 2 * BLOCK)))
+    for seed in range(10):
+        assert store.writer.submit(chain(store, tokens(seed, 2 * BLOCK)))
+    store.writer.flush()
     store.index.checkpoint()
     said = []
     before = store.folder.size()
@@ -133,9 +134,9 @@ def test_a_model_over_its_share_gives_first(tmp_path):
     put(small, few)
     small.close()
     big = open_store(tmp_path / "c", "big", budget=8 << 20, share=0.3)
-    for seed in range(100):
-        put(big, chain(big, tokens(seed, 4 * BLOCK)))
-    assert big.writer.counters.written_bytes > 16 << 20 and not big.writer.counters.faults
+    for seed in range(24):
+        put(big, chain(big, tokens(seed, BLOCK), weight=1 << 17))
+    assert big.writer.counters.written_bytes > 12 << 20 and not big.writer.counters.faults
     big.close()
     small = open_store(tmp_path / "c", "small", budget=8 << 20)
     assert held(small, few) == ["rows+state"] * 4
