@@ -109,8 +109,9 @@ class Index:
         if create:
             path.touch(mode=0o600, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None)
-            self._db.execute(f"PRAGMA page_size={PAGE}")
-            self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            if not self._db.execute("PRAGMA page_count").fetchone()[0]:  # else SQLite writes a page for nothing
+                self._db.execute(f"PRAGMA page_size={PAGE}")
+                self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             if (mode := self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]) != "wal":
                 raise sqlite3.OperationalError(f"SQLite can only use journal mode {mode} here, not WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")

@@ -11,6 +11,7 @@ from pathlib import Path
 from .folder import CacheFolder, FolderRefused, adopt, parse, weight
 from .index import FILE, LOOK_UPS, PAGE, TABLES, VERSION, Index, OverBudget
 from .lock import FolderLock, LockRefused
+from .tensors import ROW_KINDS
 
 #: told (records done, of how many) while the index is built again
 Progress = Callable[[int, int], None]
@@ -105,6 +106,7 @@ def _reconcile(folder: CacheFolder, index: Index, alone: bool, trust: bool) -> N
                         adopt(folder, index, key, kind, folder.file(key, kind))
                     elif not folder.holds(key, kind):
                         index.drop_record(key, kind)
+                        _read_again(folder, index, key)
     for key, kind in map(parse, orphans):  # what could not be taken in weighs all the same
         if kind not in dict(index.records_of(key)):
             inside += weight(folder.file(key, kind))
@@ -113,6 +115,15 @@ def _reconcile(folder: CacheFolder, index: Index, alone: bool, trust: bool) -> N
         index.count("records", records)
         index.count("inside", inside)
         index.count("outside", folder.outside(index.writing()))
+
+
+def _read_again(folder: CacheFolder, index: Index, base: bytes) -> None:
+    """Enter as their files say what hangs on a base that is gone: it may have been stored again without one, and power
+    failed before that was in the index."""
+    for key, used in index.execute("SELECT key, used FROM entries WHERE base = ?", (base,)).fetchall():
+        for kind in ROW_KINDS:
+            if folder.holds(key, kind):
+                adopt(folder, index, key, kind, folder.file(key, kind), used)
 
 
 def _build(folder: CacheFolder, budget: int | None, progress: Progress | None) -> None:

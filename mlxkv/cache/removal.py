@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .catalogue import Catalogue, Forest, Item
 from .folder import CacheFolder
-from .index import PAGES_A_ROW
+from .index import FILE, PAGES_A_ROW
 
 #: entries removed in one transaction: between two of them other processes get their turn, and Ctrl-C is heard
 BATCH = 32
@@ -61,10 +61,17 @@ class Pruning:
 
 
 def plan_pruning(
-    folder: CacheFolder, index: Catalogue, *, to: int | None, before: float | None, model: str | None
+    folder: CacheFolder,
+    index: Catalogue,
+    *,
+    to: int | None,
+    before: float | None,
+    model: str | None,
+    with_log: bool = True,
 ) -> Pruning:
     """What to remove. ``to``: bytes that the folder may have afterwards. ``before``: remove what was last used before
-    this moment (seconds since the epoch). ``model``: only entries of this model. Without ``to`` and ``before``: all."""
+    this moment (seconds since the epoch). ``model``: only entries of this model. Without ``to`` and ``before``: all.
+    ``with_log``: the index's log counts; it does not before ``prune`` has cut it."""
     spaces = index.spaces()
 
     def root(key: bytes) -> bool:
@@ -76,7 +83,8 @@ def plan_pruning(
     if before is not None or to is None:
         items = forest.unused_since(float("inf") if before is None else before, root)
     if to is not None:
-        left = folder.size() - to - sum(item.bytes for item in items)
+        log = 0 if with_log else _size(folder.path / f"{FILE}-wal")
+        left = folder.size() - log - to - sum(item.bytes for item in items)
         useless = [*folder.leftovers(), *folder.set_aside_files()] if model is None else []
         for path in useless:
             if left > 0:
@@ -95,6 +103,7 @@ def prune(
     meanwhile). Raises as ``remove`` does."""
     gone: list[Item] = []
     files = freed = 0
+    index.settle()
     while (todo := plan()).files or todo.items:
         for path in todo.files:
             freed += _size(path)

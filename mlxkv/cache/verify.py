@@ -176,7 +176,7 @@ def _repair(folder: CacheFolder, index: Catalogue, found: Verified) -> None:
             # nobody stores this record anew between the two steps; a file weighs the same with and without its row
             with index.transaction(checked=False):
                 if finding.action == "adopt":
-                    adopt(folder, index, finding.key, finding.kind, path)
+                    adopt(folder, index, finding.key, finding.kind, path, index.last_used(finding.key))
                     _agree(folder, index, finding)
                     finding.done = True
                 else:

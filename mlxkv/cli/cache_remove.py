@@ -66,13 +66,13 @@ def prune(
 
     chosen: str | None = None
 
-    def plan(index: Catalogue) -> Pruning:
-        return plan_pruning(folder, index, to=target, before=before, model=chosen)
+    def plan(index: Catalogue, with_log: bool = True) -> Pruning:
+        return plan_pruning(folder, index, to=target, before=before, model=chosen, with_log=with_log)
 
     with look(path) as index:
         if index is not None:
             chosen = choose_model(model, {space.model for space in index.spaces().values()})
-        planned = plan(index) if index else Pruning([], [], 0)
+        planned = plan(index, with_log=False) if index else Pruning([], [], 0)
     report = _Report(path, dry_run, as_json, target)
     if dry_run:
         return report(planned.items, len(planned.files), planned.bytes)
