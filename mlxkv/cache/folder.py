@@ -179,6 +179,8 @@ def _reconcile(folder: CacheFolder, index: Index) -> None:
     known = index.names()
     files = {(key, kind): path for key, kind, path in folder.scan()}
     gone, orphans = known.keys() - files.keys(), files.keys() - known.keys()
+    # written again since, by whoever's line in the index was lost with the power: what the file says counts
+    orphans |= {n for n in known.keys() & files.keys() if _other_size(files[n], known[n])}
     if not gone and not orphans:
         return
     with index.transaction():
@@ -186,6 +188,17 @@ def _reconcile(folder: CacheFolder, index: Index) -> None:
             index.drop_record(key, kind)
         for key, kind in sorted(orphans):
             adopt(folder, index, key, kind, files[key, kind])
+
+
+def _other_size(path: Path, size: int) -> bool:
+    """A whole record of another size than the index has; what is damaged is left for a restore to find."""
+    try:
+        if path.stat().st_size == size:
+            return False
+        Reader.open(path).close()
+    except (OSError, RecordError):
+        return False
+    return True
 
 
 def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path) -> None:
