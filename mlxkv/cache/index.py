@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .keys import common, digest
 
@@ -47,6 +48,18 @@ class Entry:
     kinds: frozenset[str]
 
 
+class _Connection(sqlite3.Connection):
+    """SQLite quotes damaged names in what it says of them, and Python cannot decode that: it is damage all the same."""
+
+    def execute(self, *args: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*args)
+        except UnicodeDecodeError as e:
+            error = sqlite3.DatabaseError("the index is damaged: names in it are not text")
+            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise error from e
+
+
 class Index:
     """``create`` makes folder entries as needed; without it a missing file raises sqlite3.OperationalError."""
 
@@ -54,14 +67,16 @@ class Index:
         path = folder / FILE
         if create:
             path.touch(mode=0o600, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
+            self._db = sqlite3.connect(path, timeout=10.0, isolation_level=None, factory=_Connection)
             self._db.execute("PRAGMA page_size=8192")  # a block's 256 ids fit into a page, twice
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA checkpoint_fullfsync=ON")
             self._create()
         else:
-            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
+            self._db = sqlite3.connect(
+                f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0, factory=_Connection
+            )
 
     def _create(self) -> None:
         def version() -> int:
