@@ -118,10 +118,6 @@ class Catalogue(Index):
         found = "SELECT 1 FROM entries WHERE parent = ? OR (parent = ? AND base = ?) LIMIT 1"
         return self._db.execute(found, (item.key, item.parent, item.key)).fetchone() is not None
 
-    def last_used(self, key: bytes) -> float | None:
-        row = self._db.execute("SELECT used FROM entries WHERE key = ?", (key,)).fetchone()
-        return None if row is None else row[0]
-
     def settle(self) -> None:
         """Give back what the file no longer needs, bring what was written into it, and cut the log, as far as other
         processes let it."""

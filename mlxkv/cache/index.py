@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .keys import common, digest
 
@@ -101,6 +102,18 @@ class Entry:
     kinds: frozenset[str]
 
 
+class _Connection(sqlite3.Connection):
+    """SQLite quotes damaged names in what it says of them, and Python cannot decode that: it is damage all the same."""
+
+    def execute(self, *args: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*args)
+        except UnicodeDecodeError as e:
+            error = sqlite3.DatabaseError("the index is damaged: names in it are not text")
+            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise error from e
+
+
 class Index:
     """``create`` makes folder entries as needed; without it a missing file raises sqlite3.OperationalError."""
 
@@ -108,7 +121,7 @@ class Index:
         path = folder / FILE
         if create:
             path.touch(mode=0o600, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None)
+            self._db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, factory=_Connection)
             if not self._db.execute("PRAGMA page_count").fetchone()[0]:  # else SQLite writes a page for nothing
                 self._db.execute(f"PRAGMA page_size={PAGE}")
                 self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
@@ -121,7 +134,9 @@ class Index:
             self._db.execute("PRAGMA recursive_triggers=ON")  # REPLACE keeps the ledger, too
             self._create()
         else:
-            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_PATIENCE)
+            self._db = sqlite3.connect(
+                f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_PATIENCE, factory=_Connection
+            )
         self._path = path
         self._patience = _PATIENCE
         self._file = _identity(path)
@@ -295,6 +310,11 @@ class Index:
         holds where the clock goes back."""
         last = self._db.execute("SELECT max(used) FROM entries").fetchone()[0]
         return max(time.time(), last + 1e-6) if isinstance(last, float) else time.time()
+
+    def last_used(self, key: bytes) -> float | None:
+        """When an entry was used last, seconds; None: there is none."""
+        row = self._db.execute("SELECT used FROM entries WHERE key = ?", (key,)).fetchone()
+        return None if row is None else row[0]
 
     def names(self) -> dict[tuple[bytes, str], int]:
         return {(key, kind): size for key, kind, size in self._db.execute("SELECT key, kind, bytes FROM records")}

@@ -11,6 +11,7 @@ from pathlib import Path
 from .folder import CacheFolder, FolderRefused, adopt, parse, weight
 from .index import FILE, LOOK_UPS, PAGE, TABLES, VERSION, Index, OverBudget
 from .lock import FolderLock, LockRefused
+from .record import Reader, RecordError
 from .tensors import ROW_KINDS
 
 #: told (records done, of how many) while the index is built again
@@ -78,24 +79,28 @@ def _begun(folder: CacheFolder) -> bool:
 def _in_step(folder: CacheFolder, lock: FolderLock, *, trust: bool) -> Index:
     index = Index(folder.path)
     try:
+        left = 0
         if lock.alone:  # whoever held something is gone, and what they were writing with them
             with index.transaction(checked=False):
-                index.execute("DELETE FROM holds")
-        _reconcile(folder, index, lock.alone, trust)
+                left = index.execute("DELETE FROM holds").rowcount
+        _reconcile(folder, index, lock.alone, trust, left > 0)
         return index
     except BaseException:
         index.close()
         raise
 
 
-def _reconcile(folder: CacheFolder, index: Index, alone: bool, trust: bool) -> None:
+def _reconcile(folder: CacheFolder, index: Index, alone: bool, trust: bool, unclean: bool) -> None:
     """Compare the names of files with the rows, and count what else is there. Raises sqlite3.DatabaseError if an index
-    that is not to be trusted lacks most of the records: then it is built again."""
+    that is not to be trusted lacks most of the records: then it is built again. Sizes are compared too where nobody
+    else writes and the last one may not have ended well (``unclean``)."""
     known = index.file_names()
     files, inside = folder.listing(known)
     gone, orphans = known - files, files - known
     if alone and not trust and len(orphans) > max(_MANY, len(known)):
         raise sqlite3.DatabaseError("it lacks most of the records")
+    if alone and (unclean or gone or orphans):
+        orphans |= _written_again(folder, index, known & files)
     step = max(1, index.pages() // 24)
     for names, enter in ((sorted(gone), False), (sorted(orphans), True)):
         for i in range(0, len(names), step):
@@ -103,7 +108,7 @@ def _reconcile(folder: CacheFolder, index: Index, alone: bool, trust: bool) -> N
                 for name in names[i : i + step]:
                     key, kind = parse(name)
                     if enter:
-                        adopt(folder, index, key, kind, folder.file(key, kind))
+                        adopt(folder, index, key, kind, folder.file(key, kind), index.last_used(key))
                     elif not folder.holds(key, kind):
                         index.drop_record(key, kind)
                         _read_again(folder, index, key)
@@ -115,6 +120,19 @@ def _reconcile(folder: CacheFolder, index: Index, alone: bool, trust: bool) -> N
         index.count("records", records)
         index.count("inside", inside)
         index.count("outside", folder.outside(index.writing()))
+
+
+def _written_again(folder: CacheFolder, index: Index, names: set[str]) -> set[str]:
+    """Whole records of another size than the index has: its line of what was written since was lost with the power,
+    and what the file says counts. What is damaged is left for a restore to find."""
+    sizes, out = index.names(), set()
+    for name in names:
+        with contextlib.suppress(OSError, RecordError):
+            path = folder.file(*parse(name))
+            if os.lstat(path).st_size != sizes.get(parse(name)):
+                Reader.open(path).close()
+                out.add(name)
+    return out
 
 
 def _read_again(folder: CacheFolder, index: Index, base: bytes) -> None:

@@ -99,12 +99,14 @@ def heard() -> Iterator[list[str]]:
     log = logging.getLogger("mlxkv.cache")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level, log.propagate = log.level, False
+    log.setLevel(logging.WARNING)  # a soak turns it off
     log.addHandler(handler)
-    log.propagate = False
     try:
         yield lines
     finally:
         log.removeHandler(handler)
+        log.setLevel(level)
         log.propagate = True
 
 

@@ -188,14 +188,15 @@ def found_after(disk: Disk, folder: Path, model: Model, prompts: list[list[int]]
         store = model.open(folder)
     try:
         if disk.honest:
+            verify(folder, store)
             for prompt in disk.durable:
                 got = ask(model, store, prompt, keep=False)
                 assert got.reason is None, f"{prompt} was reported durable: {got}"
         for prompt in prompts:
             ask(model, store, prompt, keep=False)
         if disk.honest:
-            verify(folder, store)
-            assert not store.faults, store.faults
+            # rows and windows of one entry that was being written again may disagree; no file is called damaged
+            assert not store.faults.keys() - {"evicted"} and not list((folder / "quarantine").iterdir()), store.faults
         for _ in range(1 if disk.honest else 4):
             ask(model, store, prompts[-1])
             assert store.writer.flush(20)

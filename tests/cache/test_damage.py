@@ -280,6 +280,21 @@ def test_the_index_is_only_a_hint(written, tmp_path, how):
     assert last == (N1, None)  # whatever it was, it heals
 
 
+def test_a_name_in_the_index_that_is_no_text(written, tmp_path):
+    """One flipped bit in the schema: what SQLite says of it cannot be decoded."""
+    folder = tmp_path / "c"
+    shutil.copytree(written.folder, folder)
+    index = folder / "index.sqlite"
+    data = index.read_bytes()
+    places = [i for i in range(len(data)) if data.startswith(b"CREATE", i)]
+    assert len(places) == 13
+    for place in places:
+        index.write_bytes(data)
+        flip(index, place + (7 - place) % 8)  # the highest bit
+        stats(folder)  # never raises
+        assert written.ask_anew(folder) == (N1, None)
+
+
 def test_a_damaged_answer_is_no_answer(written, tmp_path):
     """An answers table that lies, or runs in a circle, gives no ids and no hang."""
     rt = written.copy(tmp_path / "c")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxkv.cache.record import Reader
 from tests.cache.machine import scratch
 from tests.cache.synthetic import BLOCK, MODELS, ask, verify
 
@@ -57,4 +58,21 @@ def test_entries_that_stand_elsewhere_than_the_chain_says():
             written(base / "c", 2, 5)
         store = MODEL.open(base / "c")
         assert ask(MODEL, store, PROMPT, keep=False).reason is None
+        store.close()
+
+
+def test_an_index_from_before_rows_were_written_again():
+    """The rows before a block's own were evicted, the block was written again whole, then power took the index back."""
+    with scratch() as base:
+        written(base / "c", 2)
+        before = (base / "c" / "index.sqlite").read_bytes()
+        for path in list((base / "c" / "records").rglob("*.safetensors")):
+            with Reader.open(path) as reader:
+                if reader.meta.end == 2:
+                    path.unlink()
+        written(base / "c")
+        (base / "c" / "index.sqlite").write_bytes(before)
+        store = MODEL.open(base / "c")
+        assert ask(MODEL, store, PROMPT, keep=False).reason is None
+        verify(base / "c", store)
         store.close()
