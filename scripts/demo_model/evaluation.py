@@ -166,8 +166,8 @@ def figures(heldout_set: Result, blind_set: Result) -> str:
     a, b = heldout_set.to_json(), blind_set.to_json()
     lines = [
         FIGURES,
-        "`scripts/eval_demo.py FOLDER --card`: greedy, float32. Names and code words of both sets, and the templates of",
-        "the held-out set, are absent from the training text; a few of the blind set's short questions are not. The",
+        "`scripts/eval_demo.py FOLDER --card`: greedy, float32. Names and code words of both sets, and the templates",
+        "of the held-out set, are absent from the training text; a few of the blind set's short questions are not. The",
         "grammar was widened after wrong answers to the held-out set were read; no answer to the blind set was, so",
         "trust the blind set more.",
         "",
