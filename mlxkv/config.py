@@ -22,6 +22,8 @@ from .errors import ConfigError, RequestError
 #: Variables named MLXKV_* that belong to the tools around mlxkv and are no settings.
 OTHER_VARIABLES = ("MLXKV_CONFIG", "MLXKV_PYTHON", "MLXKV_VENV")
 _OTHER_PREFIX = "MLXKV_TEST_"
+#: the demo model, which comes with the package
+EMBEDDED = Path(__file__).resolve().parent / "models" / "mlxkv-demo"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -210,16 +212,14 @@ class Settings:
         return self.sources.get(key, Source())
 
     def require_model(self) -> str:
-        """The model to run: the one that was named, else the demo's, if it has been fetched. Raises ConfigError."""
+        """The model to run: the one that was named, else the embedded demo. Raises ConfigError."""
         if self.model is not None:
             return os.path.expanduser(self.model)
-        demo = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
-        if (demo / "config.json").is_file():
-            return str(demo)
+        if (EMBEDDED / "config.json").is_file():
+            return str(EMBEDDED)
         raise ConfigError(
-            "No model was named.",
-            "Give --model with a model folder or a Hugging Face id, or set MLXKV_MODEL or `model` in "
-            f"{config_file()}. In a checkout, scripts/demo fetches a small one.",
+            "No model was named, and the demo model is missing from this installation.",
+            f"Give --model with a model folder or a Hugging Face id, or set MLXKV_MODEL or `model` in {config_file()}.",
         )
 
     def sampling(self, **more: Any) -> SamplingParams:

@@ -21,7 +21,9 @@ def main() -> int:
     p.add_argument("--only", choices=("near", "far", "json", "tool", "free"), help="one kind of prompt")
     p.add_argument("--set", choices=("heldout", "blind"), default="heldout", help="which held-out set")
     p.add_argument("--show", type=int, default=0, help="print this many wrong answers, and free ones")
-    p.add_argument("--check", action="store_true", help="check logits (reference.json), tokenizer and template instead")
+    p.add_argument("--check", action="store_true", help="check tokenizer and template instead")
+    p.add_argument("--reference", type=Path, help="with --check: PyTorch's logits (tests/models/demo_reference.npz)")
+    p.add_argument("--card", action="store_true", help="run both sets and write their figures into the model card")
     args = p.parse_args()
     from demo_model import blind, corpus, evaluation, heldout
 
@@ -36,10 +38,17 @@ def main() -> int:
             "tokenizer": evaluation.check_tokenizer(args.folder, texts),
             "template": evaluation.check_template(args.folder),
         }
-        if (args.folder / "reference.json").exists():
-            figures |= evaluation.check_reference(args.folder)
+        if args.reference:
+            figures |= evaluation.check_reference(evaluation.Demo(args.folder), args.reference)
         print(json.dumps(figures))
         return 0 if all(v <= 1e-4 for v in figures.values()) else 1
+    if args.card:
+        card = args.folder / "README.md"
+        both = [evaluation.evaluate(args.folder, cases=s.cases) for s in (heldout, blind)]
+        text = card.read_text().split(evaluation.FIGURES)[0] + evaluation.figures(*both)
+        card.write_text(text)
+        print(text.split(evaluation.FIGURES)[1])
+        return 0
     begin = time.monotonic()
     chosen = {"heldout": heldout, "blind": blind}[args.set]
     result = evaluation.evaluate(args.folder, only=args.only, cases=chosen.cases)

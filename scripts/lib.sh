@@ -1,4 +1,4 @@
-# Shared by scripts/demo and scripts/test: find a Python, make the environment, get the model. POSIX sh.
+# Shared by scripts/demo and scripts/test: find a Python, make the environment, get a model for tests. POSIX sh.
 # The caller sets ROOT (the repository) before reading this file. Says what it does on stderr.
 #
 # Settings (environment): MLXKV_VENV    where the environment lives (default: .venv in the repository)
@@ -9,7 +9,7 @@ VENV=${MLXKV_VENV:-$ROOT/.venv}
 case $VENV in /*) ;; *) VENV=$PWD/$VENV ;; esac
 LOCK=$VENV.lock   # a folder, held while the environment changes
 OPEN=$VENV.open   # exists while the environment is incomplete: found at start, it is made anew
-MODEL=$ROOT/models/SmolLM2-135M-Instruct
+SMOLLM2=$ROOT/models/SmolLM2-135M-Instruct
 SUITABLE='import sys, platform
 v = sys.version_info
 mac = sys.platform == "darwin"
@@ -306,10 +306,10 @@ install_mlxkv() {
     rm -f "$OPEN"
 }
 
-# ---- the model -------------------------------------------------------------------------------------------------------
+# ---- models -------------------------------------------------------------------------------------------------------
 
-# fetch_model: after it, $MODEL is a complete folder (the script renames it into place when done).
-fetch_model() {
-    [ ! -f "$MODEL/config.json" ] || return 0
-    "$VENV/bin/python" "$ROOT/scripts/fetch_smollm2.py" --out "$MODEL" >&2 || exit $?
+# fetch_smollm2: after it, $SMOLLM2 is a complete folder (the script renames it into place when done).
+fetch_smollm2() {
+    [ ! -f "$SMOLLM2/config.json" ] || return 0
+    "$VENV/bin/python" "$ROOT/scripts/fetch_smollm2.py" --out "$SMOLLM2" >&2 || exit $?
 }

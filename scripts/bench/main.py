@@ -19,11 +19,12 @@ import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 
 import mlx.core as mx  # isort: skip
 import mlx_lm  # isort: skip
-from mlx.utils import tree_flatten, tree_map_with_path  # isort: skip
-from mlx_lm.models import llama, qwen3_5  # isort: skip
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path  # isort: skip
+from mlx_lm.models import llama  # isort: skip
 from mlx_lm.utils import load as lm_load  # isort: skip
 
 import mlxkv
+from mlxkv.config import EMBEDDED
 from mlxkv.decode import generation
 from mlxkv.decode.options import Options
 from mlxkv.decode.request import Request, SamplingParams
@@ -55,16 +56,14 @@ def random_model(folder: Path, tokenizer_from: Path, module: Any, config: dict[s
     return folder
 
 
-def hybrid(folder: Path, tokenizer_from: Path) -> Path:
-    """Random ``qwen3_5`` of the demo model's shape: hidden 128, 8 layers, every fourth with full attention."""
-    text = {
-        "model_type": "qwen3_5_text", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 2048,
-        "full_attention_interval": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
-        "max_position_embeddings": 32768, "tie_word_embeddings": True,
-    }  # fmt: skip
-    return random_model(folder, tokenizer_from, qwen3_5, {"model_type": "qwen3_5", "text_config": text})
+def float32(folder: Path) -> tuple[Any, Any]:
+    """Model and tokenizer as mlx-lm loads them, with weights in float32 as on our side (bfloat16 is slow on a CPU)."""
+    model, tokenizer, *_ = lm_load(str(folder))
+    model.update(
+        tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
+    )
+    mx.eval(model.parameters())
+    return model, tokenizer
 
 
 def ids(n: int, vocab: int = 2000) -> list[int]:
@@ -72,7 +71,7 @@ def ids(n: int, vocab: int = 2000) -> list[int]:
 
 
 def prefill(model: Path, pairs: int) -> Result:
-    theirs, tokenizer = lm_load(str(model))
+    theirs, tokenizer = float32(model)
     prompt = ids(1000)
     with mlxkv.load(model, cache=False) as engine:
 
@@ -87,11 +86,11 @@ def prefill(model: Path, pairs: int) -> Result:
 
         measured = in_turn(pairs, theirs_s, ours_s)
     note = f"mlx-lm {measured[-1][0]:.2f} s, mlxkv {measured[-1][1]:.2f} s"
-    return judge("prefill 1,000 tokens, qwen3_5 128 x 8", [a / b for a, b in measured], Bar(3.0), note)
+    return judge("prefill 1,000 tokens, demo model", [a / b for a, b in measured], Bar(3.0), note)
 
 
 def decoding(name: str, model: Path, pairs: int, tokens: int) -> Result:
-    theirs, tokenizer = lm_load(str(model))
+    theirs, tokenizer = float32(model)
     prompt = ids(64)
     endless = {token: -100.0 for token in tokenizer.eos_token_ids}
 
@@ -115,14 +114,14 @@ def decoding(name: str, model: Path, pairs: int, tokens: int) -> Result:
     return judge(f"decoding tokens/s, {name}", [b / a for a, b in measured], Bar(1.0), note)
 
 
-def restart(model: Path, pairs: int) -> Result:
+def restart(name: str, model: Path, pairs: int) -> Result:
     """Time to first token in a new process: 1,500 tokens asked before plus one question, against the same run cold."""
     messages = [
         {"role": "system", "content": "You answer questions about a story."},
         {"role": "user", "content": STORY * 35 + "What was the tower built of?"},
     ]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
 
         def run(conversation: list[dict[str, Any]], *flags: str, tokens: int = 1) -> dict[str, Any]:
             (folder / "messages.json").write_text(json.dumps(conversation))
@@ -152,7 +151,9 @@ def restart(model: Path, pairs: int) -> Result:
     usage = seen[-1]["usage"]
     restored = f"{usage['cached_tokens']} of {usage['prompt_tokens']} restored"
     note = f"{restored}; {measured[-1][0]:.2f} s, cold {measured[-1][1]:.1f} s"
-    return judge("first token in a new process / cold", [a / b for a, b in measured], Bar(0.1, at_most=True), note)
+    return judge(
+        f"first token in a new process / cold, {name}", [a / b for a, b in measured], Bar(0.1, at_most=True), note
+    )
 
 
 def help_time(pairs: int) -> Result:
@@ -212,7 +213,7 @@ def step_memory(folder: Path, tokenizer_from: Path, pairs: int) -> Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench_main", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M-Instruct's folder")
+    parser.add_argument("--smollm2", type=Path, required=True, help="SmolLM2-135M-Instruct's folder")
     parser.add_argument("--quick", action="store_true", help="under two minutes; too few pairs for most bars")
     parser.add_argument("--json", action="store_true", help="a last line of JSON")
     parser.add_argument("--only", help="run only benchmarks whose name contains this")
@@ -222,14 +223,14 @@ def main() -> int:
     few, many = (3, 3) if options.quick else (9, 15)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        demo = hybrid(folder / "hybrid", options.model)
         todo = {
-            "prefill": lambda: prefill(demo, many),
-            "decoding hybrid": lambda: decoding("qwen3_5 128 x 8", demo, many, 128),
-            "decoding SmolLM2": lambda: decoding("SmolLM2", options.model, few, 48),
-            "restart": lambda: restart(options.model, 2 if options.quick else 9),
+            "prefill": lambda: prefill(EMBEDDED, many),
+            "decoding demo": lambda: decoding("demo model", EMBEDDED, many, 128),
+            "decoding SmolLM2": lambda: decoding("SmolLM2", options.smollm2, few, 48),
+            "restart demo": lambda: restart("demo model", EMBEDDED, 2 if options.quick else 9),
+            "restart SmolLM2": lambda: restart("SmolLM2", options.smollm2, 2 if options.quick else 9),
             "help": lambda: help_time(many),
-            "memory": lambda: step_memory(folder / "wide", options.model, 1 if options.quick else 9),
+            "memory": lambda: step_memory(folder / "wide", options.smollm2, 1 if options.quick else 9),
         }
         results = []
         for title, bench in todo.items():

@@ -62,6 +62,11 @@ def judge(name: str, ratios: list[float], bar: Bar, note: str = "") -> Result:
     return Result(name, median, str(bar), holds, low, high, len(ratios), note, [round(r, 4) for r in ratios])
 
 
+def counted(name: str, value: float, bar: Bar, note: str = "") -> Result:
+    """A ratio of counts, not of timings: it comes out the same every time, and one is enough."""
+    return Result(name, value, str(bar), bar.met(value), value, value, 1, note, [round(value, 4)])
+
+
 def in_turn(n: int, a: Callable[[], float], b: Callable[[], float], *, warm: bool = True) -> list[tuple[float, float]]:
     """``n`` pairs of measurements, A B A B …, after one of each that is thrown away."""
     if warm:

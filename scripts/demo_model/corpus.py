@@ -228,9 +228,9 @@ class Grammar:
             return self.recall(min(chars, 200), near=r.random() < 0.6)
         if p < 0.08:
             return self.induction(min(length, 256))
-        if p < 0.54:
+        if p < (0.54 if length <= 300 else 0.75):  # what was told far back is asked in long rows only
             return self.recall(chars, near=r.random() < 0.35)
-        if p < 0.62:
+        if p < 0.62 or (length > 300 and p < 0.78):
             return self.talk(chars, COPYING)
         if p < 0.77:
             return self.talk(chars)

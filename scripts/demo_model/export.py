@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -33,7 +34,7 @@ run (32,768 positions) but are not what it learned. How well its MTP head guesse
 about real models.
 
 Weights: bfloat16, `A_log` and `linear_attn.norm` float32; norm weights are stored as w - 1 (but `linear_attn.norm`), as
-released Qwen3.5 checkpoints have them. Load as float32 on a CPU. Figures on the held-out set: `scripts/eval_demo.py`.
+released Qwen3.5 checkpoints have them. Load as float32 on a CPU.
 Licence: Apache-2.0, like the project; no other text or model went into it.
 """
 
@@ -130,10 +131,10 @@ def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], tuple[int, int, 
     return weights, sizes, {key: int(made.get(key, 0)) for key in ("step", "tokens")}
 
 
-def export(checkpoint: Path, folder: Path, reference: bool = False) -> None:
+def export(checkpoint: Path, folder: Path, reference: Path | None = None) -> None:
     """Writes config, weights, tokenizer, template and model card of ``checkpoint`` to ``folder``.
 
-    ``reference`` adds reference.json: logits of the rounded weights in float32, of body and head, for a fixed text.
+    ``reference``: a .npz file for logits of the rounded weights in float32, of body and head, for a fixed text.
     """
     model, state = read(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,11 +152,15 @@ def export(checkpoint: Path, folder: Path, reference: bool = False) -> None:
     card = CARD.format(millions=count / 1e6, linear=layers - full, full=full, tokens=state["tokens"] / 1e6)
     (folder / "README.md").write_text(card)
     if reference:
-        write_reference(model, tok, folder / "reference.json")
+        write_reference(model, tok, reference)
 
 
 def write_reference(model: DemoModel, tok: Tokenizer, path: Path, positions: int = 8) -> None:
-    """Float32 logits of the exported (rounded) weights: the last ``positions`` of the body, and of both drafts."""
+    """Float32 logits of the exported (rounded) weights: of the body and of both drafts, each at ``positions`` rows.
+
+    ids (L,), rows (positions,), then body, mtp and mtp_second (positions, vocabulary). Row i of the head is made from
+    hidden i and token i + 1; row i of the second draft from row i of the first and token i + 2.
+    """
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(rounded(name, p).float())
@@ -164,8 +169,8 @@ def write_reference(model: DemoModel, tok: Tokenizer, path: Path, positions: int
         ids = torch.tensor([tok.encode(text, add_special_tokens=False).ids])
         hidden = model.hidden(ids)
         first, second = model.drafts(ids, hidden)
-        out = {"ids": ids[0].tolist()}
+        rows = torch.linspace(0, second.shape[1] - 1, positions).long()
+        out = {"ids": ids[0].numpy(), "rows": rows.numpy()}
         for name, h in (("body", hidden), ("mtp", first), ("mtp_second", second)):
-            rows = model.logits(h[0, -positions:])
-            out[name] = [[round(float(x), 6) for x in row] for row in rows]
-    path.write_text(json.dumps(out) + "\n")
+            out[name] = model.logits(h[0, rows]).float().numpy()
+    np.savez_compressed(path, **out)

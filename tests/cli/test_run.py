@@ -156,10 +156,10 @@ def test_bad_token_files(cli, model, home, text):
 def test_no_model_says_how_to_get_one(cli, monkeypatch, tmp_path):
     import mlxkv.config
 
-    monkeypatch.setattr(mlxkv.config, "__file__", str(tmp_path / "mlxkv" / "config.py"))  # no checkout around it
+    monkeypatch.setattr(mlxkv.config, "EMBEDDED", tmp_path / "missing")
     found = cli("run", "hi")
     assert found.code == 2
-    assert "--model" in found.err and "scripts/demo" in found.err
+    assert "--model" in found.err and "MLXKV_MODEL" in found.err
 
 
 def test_cache_stats(cli, ask):

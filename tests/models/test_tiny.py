@@ -1,7 +1,6 @@
 """The tiny models other tests stand on: they load through mlx-lm with the very weights and ids they were made with."""
 
 import json
-import time
 
 import mlx.core as mx
 import pytest
@@ -15,10 +14,7 @@ TEXT = "Hello the world and of Größe, 日本語  in\n\nthing's 123 <|im_start|
 
 @pytest.mark.parametrize("arch", tiny.ARCHS)
 def test_round_trip_through_mlx_lm(arch, tmp_path):
-    tiny.tokenizer()
-    start = time.perf_counter()
     tiny.make(arch, tmp_path, seed=3)
-    assert time.perf_counter() - start < 2
     model, _ = tiny.build(arch, seed=3)
     loaded, tokenizer = load(str(tmp_path))
     x = mx.array([tiny.ids(24, 1)])
