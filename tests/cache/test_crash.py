@@ -72,7 +72,7 @@ def test_killed_while_several_processes_write(written, tiny_model, tmp_path):
         child.send_signal(signal.SIGKILL)
         child.communicate()
     rt.store.close()
-    assert not rt.store.faults
+    assert set(rt.store.faults) <= {"evicted"}  # a state that another process superseded between plan and reading
     rt = written.at(folder)
     assert not list((folder / "tmp").iterdir()) and not list((folder / "quarantine").iterdir())
     for path in records(folder):
