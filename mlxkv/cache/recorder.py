@@ -31,8 +31,9 @@ from .tiers import Handover
 log = logging.getLogger("mlxkv.cache")
 
 HostArrays = dict[str, tuple[str, np.ndarray]]
-#: a group is handed over once this many bytes are confirmed
-GROUP_BYTES = 64 << 20
+#: a group is handed over once this many bytes are confirmed: with the rows not cut yet, well below the 64 MB that storing
+#: may take beyond the queue
+GROUP_BYTES = 32 << 20
 
 
 def _fault_is_a_miss(method: Callable[..., None]) -> Callable[..., None]:
