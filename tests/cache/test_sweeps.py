@@ -33,4 +33,4 @@ def test_swapped_records_are_misses(sample):
 
 
 def test_a_flipped_byte_of_the_index_or_its_wal(sample):
-    assert sample.index_flips(random.Random(3), 80) > 60  # nearly always all is found: the files are the truth
+    assert sample.index_flips(random.Random(3), 500) > 400  # nearly always all is found: the files are the truth
