@@ -29,7 +29,11 @@ class FolderLock:
             if time.monotonic() > until:
                 raise LockRefused(f"another process has been opening {folder} for {wait:.0f} s")
             time.sleep(_POLL)
-        self._check_that_locks_work()
+        try:
+            self._check_that_locks_work()
+        except BaseException:
+            self.close()  # or this process would wait for itself when it tries again
+            raise
 
     def _take(self) -> bool:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -50,7 +54,6 @@ class FolderLock:
         other = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if _flock(other, fcntl.LOCK_EX):
-                self.close()
                 raise LockRefused("locks do not work on its volume: two were given at once")
         finally:
             os.close(other)
