@@ -31,8 +31,8 @@ from .tiers import Handover
 log = logging.getLogger("mlxkv.cache")
 
 HostArrays = dict[str, tuple[str, np.ndarray]]
-#: a group is handed over once this many bytes are confirmed: with the rows not cut yet, well below the 64 MB that storing
-#: may take beyond the queue
+#: a group is handed over once this many bytes are confirmed; with the rows that are not cut yet this stays well below
+#: the 64 MB that storing may take beyond the queue
 GROUP_BYTES = 32 << 20
 
 
