@@ -26,6 +26,10 @@ _WAIT = 2.0
 _SUFFIXES = ("", "-wal", "-shm", "-journal")  # of the index's files
 
 
+#: what a full disk, a read-only volume or too little memory makes SQLite say: that proves nothing about the index
+_NO_DAMAGE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM)
+
+
 def open_index(
     folder: CacheFolder,
     lock: FolderLock | None = None,
@@ -56,6 +60,8 @@ def open_index(
     except sqlite3.DatabaseError as e:
         if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
             raise  # busy, not damaged
+        if getattr(e, "sqlite_errorcode", 0) & 0xFF in _NO_DAMAGE:
+            raise
         if not lock.try_alone(_WAIT):
             raise FolderRefused(
                 f"The index of {folder.path} must be built again ({e}), but other processes have the folder open. "

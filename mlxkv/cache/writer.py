@@ -256,7 +256,7 @@ class Writer:
             self.counters.fault("close", f"{late} bytes were not written in time")
             log.warning("closing took too long: %.1f MB of cache records were not written", late / 1e6)
         if commit is not None:
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(Exception):  # it only costs the order of eviction
                 self._note_uses(commit.index)
             commit.index.close()
 

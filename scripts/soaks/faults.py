@@ -83,11 +83,11 @@ def calls(seed: int, seconds: float) -> int:
 
 
 def limits(seed: int, seconds: float) -> int:
-    """Limits of the system; as root on Linux also a full disk: a mount of 2 MB that no other process sees."""
+    """Limits of the system; as root on Linux also a full disk: a mount of 8 MB that no other process sees."""
     names = [n for n in LIMITS if n != "no_permission" or sys.platform.startswith("linux")]
     with tempfile.TemporaryDirectory() as name:
         subprocess.run([sys.executable, "-m", "tests.cache.limits", name, *names], check=True)
-        mount = f'mount -t tmpfs -o size=2m tmpfs "{name}"'
+        mount = f'mount -t tmpfs -o size=8m tmpfs "{name}"'
         if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
             return len(names)
         for each in MOUNTS:

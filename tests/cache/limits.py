@@ -82,15 +82,15 @@ def no_permission(folder: Path, store: PrefixStore) -> None:
 
 
 def full_disk(folder: Path, store: PrefixStore) -> None:
-    """Needs a mount of its own of about 2 MB at ``folder.parent``. Other files fill it, then leave."""
+    """Needs a mount of its own of a few MB at ``folder.parent``. Other files fill it, then leave."""
     stuffing = folder.parent / "stuffing"
     with contextlib.suppress(OSError), open(stuffing, "wb", buffering=0) as out:
         while True:
             out.write(bytes(4096))
-    stops_writing(store, os.strerror(errno.ENOSPC))
+    stops_writing(store, "disk is full")  # the index takes the reservation, and so fails first
     store.close()
     with contextlib.suppress(FolderRefused):  # a restart on a full disk may do without
-        again = MODEL.open(folder, disk_floor=-FULL)
+        again = MODEL.open(folder, disk_floor=-FULL, budget=FULL)
         for prompt in (OLD, NEW):
             ask(MODEL, again, prompt)
         again.close()
@@ -110,12 +110,12 @@ def give_up_rights() -> None:
 
 
 def main(name: str, folder: Path) -> None:
-    store = MODEL.open(folder, disk_floor=-FULL)
+    store = MODEL.open(folder, disk_floor=-FULL, budget=FULL)
     ask(MODEL, store, OLD, ends=(5,))
     assert store.writer.flush(20)
     (LIMITS | MOUNTS)[name](folder, store)
     store.close()
-    store = MODEL.open(folder, disk_floor=-FULL)
+    store = MODEL.open(folder, disk_floor=-FULL, budget=FULL)
     assert ask(MODEL, store, OLD, keep=False).reason is None
     verify(folder, store)
     ask(MODEL, store, NEW, ends=(5,))
