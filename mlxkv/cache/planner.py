@@ -113,7 +113,7 @@ class Planner:
             return None
         if reach >= limit:
             return "no_state"  # every token is stored, only a state to resume from is not
-        if diverges is not None and diverges >= position:
+        if diverges is not None and diverges >= max(position, reach):  # nothing stored goes further along the prompt
             return "different_tokens"
         return "no_state" if reach > position else "empty"
 

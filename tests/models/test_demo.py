@@ -63,6 +63,8 @@ def test_it_is_the_default(tmp_path):
 
 def test_it_remembers_a_name_across_a_restart(tmp_path):
     told = [{"role": "user", "content": "My name is Ruby."}]
+    with mlxkv.load(EMBEDDED, cache_dir=tmp_path) as engine:  # another conversation that begins alike
+        mlxkv.generate(engine, [{"role": "user", "content": "My name is Ruby. It rains."}], max_tokens=8)
     with mlxkv.load(EMBEDDED, cache_dir=tmp_path) as engine:
         first = mlxkv.generate(engine, told, max_tokens=32)
     asked = [*told, {"role": "assistant", "content": first.text}, {"role": "user", "content": "What is my name?"}]
