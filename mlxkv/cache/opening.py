@@ -24,8 +24,6 @@ _PACKED = 0.5
 #: seconds to wait until nobody else has the folder open, where the index must be built again
 _WAIT = 2.0
 _SUFFIXES = ("", "-wal", "-shm", "-journal")  # of the index's files
-
-
 #: what a full disk, a read-only volume or too little memory makes SQLite say: that proves nothing about the index
 _NO_DAMAGE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .catalogue import Catalogue, Forest, Item
-from .folder import CacheFolder
+from .folder import CacheFolder, weight
 from .index import FILE, PAGES_A_ROW
 
 #: entries removed in one transaction: between two of them other processes get their turn, and Ctrl-C is heard
@@ -83,16 +83,16 @@ def plan_pruning(
     if before is not None or to is None:
         items = forest.unused_since(float("inf") if before is None else before, root)
     if to is not None:
-        log = 0 if with_log else _size(folder.path / f"{FILE}-wal")
+        log = 0 if with_log else weight(folder.path / f"{FILE}-wal")
         left = folder.size() - log - to - sum(item.bytes for item in items)
         useless = [*folder.leftovers(), *folder.set_aside_files()] if model is None else []
         for path in useless:
             if left > 0:
                 files.append(path)
-                left -= _size(path)
+                left -= weight(path)
         going = {item.key for item in items}
         items += Forest(item for item in forest.items.values() if item.key not in going).least_used(left, root)
-    return Pruning(files, items, sum(map(_size, files)) + sum(item.bytes for item in items))
+    return Pruning(files, items, sum(map(weight, files)) + sum(item.bytes for item in items))
 
 
 def prune(
@@ -106,7 +106,7 @@ def prune(
     index.settle()
     while (todo := plan()).files or todo.items:
         for path in todo.files:
-            freed += _size(path)
+            freed += weight(path)
             path.unlink(missing_ok=True)
         files += len(todo.files)
         done = remove(folder, index, todo.items, even_used=False, progress=progress)
@@ -116,10 +116,3 @@ def prune(
         if len(done) < len(todo.items):
             return gone, files, freed, len(todo.items) - len(done)
     return gone, files, freed, 0
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .catalogue import CacheError, Catalogue, Forest, look, take
-from .folder import CacheFolder, adopt
+from .folder import CacheFolder, adopt, weight
 from .index import FILE, Entry
 from .keys import pack
 from .record import MissingRecord, Reader, RecordError
@@ -116,7 +116,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress | None = None
 def _read_all(folder: CacheFolder, index: Catalogue | None, progress: Progress | None) -> Verified:
     found = Verified()
     files = {(key, kind): path for key, kind, path in folder.scan()}
-    sizes = {name: _size(path) for name, path in files.items()}
+    sizes = {name: weight(path) for name, path in files.items()}
     total, done = sum(sizes.values()), 0
     for (key, kind), path in sorted(files.items()):
         stamp = _stamp(path)
@@ -235,10 +235,3 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return info.st_ino, info.st_mtime_ns
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0

@@ -9,9 +9,9 @@ import typer
 from .cache_explain import explain
 from .cache_remove import prune, rm
 from .cache_show import show
-from .cache_text import AsJson, ago, choose_model, count, decoder, nothing_yet, size
+from .cache_text import ago, choose_model, count, decoder, nothing_yet, size
 from .cache_verify import verify
-from .options import CACHE_DIR, MODEL, Flags, command
+from .options import CACHE_DIR, MODEL, AsJson, Flags, command
 
 if TYPE_CHECKING:
     from ..cache.catalogue import Catalogue

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .cache_text import AsJson
-from .options import ENGINE, MODEL, SYSTEM, Flags, command
+from .options import ENGINE, MODEL, SYSTEM, AsJson, Flags, Messages, PromptTokens, Question, Raw, command
 
 if TYPE_CHECKING:
     from ..config import Settings
@@ -18,32 +16,20 @@ if TYPE_CHECKING:
 @command(MODEL, SYSTEM, ENGINE)
 def explain(
     flags: Flags,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The question; - reads it from stdin.", show_default=False)
-    ] = None,
-    messages: Annotated[
-        str | None,
-        typer.Option(
-            "--messages", metavar="FILE", help="An OpenAI message list as JSON; - for stdin.", show_default=False
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt-tokens", metavar="FILE", help="A JSON list of token ids; - for stdin.", show_default=False
-        ),
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model without a chat template.")] = False,
+    prompt: Question = None,
+    messages: Messages = None,
+    prompt_tokens: PromptTokens = None,
+    raw: Raw = False,
     as_json: AsJson = False,
 ) -> None:
     """Say how much of a prompt is cached and, where that ends, why. Loads the model; computes and stores nothing."""
     from .run import read_request
+    from .start import quiet_libraries
 
     settings = flags.settings()
     asked = read_request(settings, prompt, messages, prompt_tokens, raw)
     model = settings.require_model()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    quiet_libraries()
 
     from .interrupt import Interrupt
     from .render import Status, print_json

@@ -11,7 +11,6 @@ import typer
 
 from ..errors import ConfigError
 from .cache_text import (
-    AsJson,
     DryRun,
     Yes,
     ask,
@@ -22,7 +21,7 @@ from .cache_text import (
     progress,
     size,
 )
-from .options import CACHE_DIR, Flags, command
+from .options import CACHE_DIR, AsJson, Flags, command
 
 if TYPE_CHECKING:
     from ..cache.catalogue import Catalogue, Item

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .cache_text import AsJson, ago, decoder, size
-from .options import CACHE_DIR, MODEL, Flags, command
+from .cache_text import ago, decoder, size
+from .options import CACHE_DIR, MODEL, AsJson, Flags, command
 
 
 @command({"model": MODEL["model"]}, CACHE_DIR)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .cache_text import AsJson, count, nothing_yet, progress, size
-from .options import CACHE_DIR, Flags, command
+from .cache_text import count, nothing_yet, progress, size
+from .options import CACHE_DIR, AsJson, Flags, command
 
 
 @command(CACHE_DIR)

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import ENGINE, MODEL, Flags, command, paint
+from .options import ENGINE, MODEL, AsJson, Flags, command, paint
 
 
 @command(MODEL, ENGINE)
 def doctor(
     flags: Flags,
     selftest: Annotated[bool, typer.Option("--selftest", help="Also store and restore a tiny model's state.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine, the cache folder and the model. Ends with 1 if a check fails."""
     from dataclasses import asdict

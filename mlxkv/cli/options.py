@@ -33,6 +33,19 @@ def _group(panel: str, options: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     }
 
 
+#: what ``run`` and ``cache explain`` are asked
+Question = Annotated[str | None, typer.Argument(help="The question; - reads it from stdin.", show_default=False)]
+Messages = Annotated[
+    str | None,
+    typer.Option("--messages", metavar="FILE", help="An OpenAI message list as JSON; - for stdin.", show_default=False),
+]
+PromptTokens = Annotated[
+    str | None,
+    typer.Option("--prompt-tokens", metavar="FILE", help="A JSON list of token ids; - for stdin.", show_default=False),
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt to the model without a chat template.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
 MODEL = _group(
     "Model",
     {

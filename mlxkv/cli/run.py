@@ -5,12 +5,26 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..errors import ConfigError, RequestError
-from .options import DEFAULT_MAX_TOKENS, ENGINE, INTERRUPTED, MODEL, SAMPLING, SYSTEM, Flags, command
+from .options import (
+    DEFAULT_MAX_TOKENS,
+    ENGINE,
+    INTERRUPTED,
+    MODEL,
+    SAMPLING,
+    SYSTEM,
+    AsJson,
+    Flags,
+    Messages,
+    PromptTokens,
+    Question,
+    Raw,
+    command,
+)
 
 if TYPE_CHECKING:
     from ..config import Settings
@@ -19,23 +33,11 @@ if TYPE_CHECKING:
 @command(MODEL, SAMPLING, SYSTEM, ENGINE)
 def run(
     flags: Flags,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The question; - reads it from stdin.", show_default=False)
-    ] = None,
-    messages: Annotated[
-        str | None,
-        typer.Option(
-            "--messages", metavar="FILE", help="An OpenAI message list as JSON; - for stdin.", show_default=False
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt-tokens", metavar="FILE", help="A JSON list of token ids; - for stdin.", show_default=False
-        ),
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model without a chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    prompt: Question = None,
+    messages: Messages = None,
+    prompt_tokens: PromptTokens = None,
+    raw: Raw = False,
+    as_json: AsJson = False,
 ) -> None:
     """Ask a model one question and print its answer."""
     settings = flags.settings()

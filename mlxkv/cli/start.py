@@ -36,12 +36,17 @@ class _Progress:
             self._said = True
 
 
+def quiet_libraries() -> None:
+    """Before transformers is imported: its advice is about libraries that are not used here."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 @contextmanager
 def running_engine(settings: Settings, interrupt: Interrupt | None = None, quiet: bool = False) -> Iterator[Engine]:
     """An engine with the model of ``settings``. Says on stderr what the user should know. Raises MlxkvError."""
     model = settings.require_model()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is about libraries that are not used here
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    quiet_libraries()
     status = Status(not quiet)
     status.show(f"loading {model}")
     try:

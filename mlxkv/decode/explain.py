@@ -17,7 +17,6 @@ from ..cache.restore import RestoreFailed
 from ..cache.store import CLOSE_WITHIN, PrefixStore
 from .generation import Generation
 from .options import Options
-from .prompt import build
 from .request import Request
 from .runtime import Runtime, open_runtime
 from .text import decode
@@ -71,9 +70,7 @@ class _Asking(Generation):
     """A request that ends where computing would begin."""
 
     def explain(self, store: PrefixStore | None, without: str, why: str) -> Explanation:
-        salt = self.request.salt
-        find = (lambda ids, text: store.answer_ids(ids, text, salt)) if store else (lambda ids, text: None)
-        prompt = build(self.request, self.rt.tokenizer, self.rt.eos, find)
+        prompt = self._prompt(store)
         limit = self._limit(prompt)
         if store is not None:
             lookup = self._resume(prompt, store, limit)[1]

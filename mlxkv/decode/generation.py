@@ -80,21 +80,14 @@ class Generation:
     def _run(self) -> Completion:
         rt = self.rt
         store = rt.store if self.request.use_cache else None
-        salt = self.request.salt
-        find = (lambda ids, text: store.answer_ids(ids, text, salt)) if store else (lambda ids, text: None)
-        try:
-            prompt = build(self.request, rt.tokenizer, rt.eos, find)
-        except MlxkvError:
-            raise
-        except Exception as e:  # whatever a tokenizer raises is no failure of the device
-            raise RequestError(f"The prompt cannot be tokenised: {type(e).__name__}: {e}.") from e
+        prompt = self._prompt(store)
         limit = self._limit(prompt)
         sampler = Sampler(self.request.sampling, prompt.tokens, rt.vocab_size)
         state, lookup, plan = self._resume(prompt, store, limit)
         self.tokens = list(prompt.tokens)
         if store is not None:
             self.recorder = store.recorder(
-                state, self.tokens, plan, rt.barrier, salt, roles=self._roles(prompt), turn=prompt.turn
+                state, self.tokens, plan, rt.barrier, self.request.salt, roles=self._roles(prompt), turn=prompt.turn
             )
         self.emit(Started(len(prompt.tokens), lookup.tokens))
         reason: FinishReason
@@ -105,6 +98,18 @@ class Generation:
             reason = "cancelled"
         self._keep(state, prompt, reason)
         return self._completion(prompt, lookup, reason)
+
+    def _prompt(self, store: PrefixStore | None) -> Prompt:
+        """The request's prompt, in which answers that ``store`` remembers stand as their own ids. Raises
+        RequestError."""
+        salt = self.request.salt
+        find = (lambda ids, text: store.answer_ids(ids, text, salt)) if store else (lambda ids, text: None)
+        try:
+            return build(self.request, self.rt.tokenizer, self.rt.eos, find)
+        except MlxkvError:
+            raise
+        except Exception as e:  # whatever a tokenizer raises is no failure of the device
+            raise RequestError(f"The prompt cannot be tokenised: {type(e).__name__}: {e}.") from e
 
     def _limit(self, prompt: Prompt) -> int:
         """How many tokens may be sampled. Raises PromptTooLong, RequestError."""
