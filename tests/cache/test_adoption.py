@@ -146,13 +146,13 @@ def test_closed_in_the_middle(folder):
 KILLED = """
 import sys, time
 from pathlib import Path
-from mlxkv.cache.adoption import take_in_newest
+from mlxkv.cache.adoption import take_in_last
 from mlxkv.cache.folder import CacheFolder
 from mlxkv.cache.opening import open_index
 folder = CacheFolder(Path(sys.argv[1]))
 index = open_index(folder, at_once=1)
-files = index.oldest_waiting()
-while take_in_newest(folder, index, files, 1):
+files = index.all_waiting()
+while take_in_last(folder, index, files, 1):
     print(len(files), flush=True)
     time.sleep(0.002)
 """
@@ -260,7 +260,7 @@ def test_flipped_bytes_of_an_index_in_which_records_wait(folder):
     open_index(CacheFolder(folder), at_once=4).close()
     data, rng, files = (folder / "index.sqlite").read_bytes(), random.Random(5), records(folder)
     names = data.index(b".safetensors")
-    for n in range(40):
+    for n in range(24):
         place = rng.randrange(len(data)) if n % 2 else names + rng.randrange(4000) - 2000
         damaged = bytearray(data)
         damaged[place] ^= 1 << rng.randrange(8)
