@@ -73,19 +73,29 @@ def take_in_last(folder: CacheFolder, index: Index, files: list[tuple[str, float
 
 
 def take_in_all(
-    folder: CacheFolder, index: Index, progress: Progress | None = None, *, most: int | None = None
-) -> None:
-    """Adopt all that wait, or the newest ``most`` of them. ``progress`` may raise to stop. Raises sqlite3.Error."""
+    folder: CacheFolder,
+    index: Index,
+    progress: Progress | None = None,
+    *,
+    most: int | None = None,
+    within: float = float("inf"),
+) -> bool:
+    """Adopt all that wait, or the newest ``most`` of them; False if ``within`` seconds were not enough. ``progress``
+    may raise to stop. Raises sqlite3.Error."""
     if not index.any_waiting():
-        return
+        return True
     files = index.all_waiting(by="name" if most is None else "written")
     done, total = 0, len(files) if most is None else min(most, len(files))
+    until = time.monotonic() + within
     while done < total:
         if progress is not None:
             progress(done, total)
+        if time.monotonic() > until:
+            return False
         done += take_in_last(folder, index, files, min(_LARGE, total - done))
     if progress is not None:
         progress(total, total)
+    return True
 
 
 def _later(*moments: object) -> float:
@@ -93,8 +103,9 @@ def _later(*moments: object) -> float:
 
 
 def step(index: Index) -> int:
-    """Records that one transaction may take in. Where nobody has a budget, the log may grow."""
-    return _LARGE if index.budget() is None else max(1, index.pages() // _PAGES)
+    """Records that one transaction may take in. Where nobody has a budget, what is there was within one."""
+    query = "SELECT sum(bytes) FROM ledger WHERE name IN ('records', 'waiting')"
+    return max(1, index.pages(int(index.execute(query).fetchone()[0] or 0)) // _PAGES)
 
 
 def _give_up(folder: CacheFolder, index: Index, short: int) -> None:

@@ -231,9 +231,11 @@ class Index:
 
     # the ledger
 
-    def pages(self) -> int:
-        """How many pages a transaction may change so that the WAL keeps within its room."""
-        return wal_room(self.budget()) * 3 // 4 // _FRAME
+    def pages(self, budget: int | None = None) -> int:
+        """How many pages a transaction may change so that the WAL keeps within its room; ``budget`` where nobody who
+        has the folder open has one."""
+        held = self.budget()
+        return wal_room(budget if held is None else held) * 3 // 4 // _FRAME
 
     def budget(self) -> int | None:
         """The smallest budget of those who have the folder open, bytes; None: nobody has one."""
