@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.lookup import REASONS, Lookup
+from ..cache.planner import Planner
 from ..cache.restore import RestoreFailed
 from ..cache.store import CLOSE_WITHIN, PrefixStore
 from .generation import Generation
@@ -31,7 +32,7 @@ class LookingStore(PrefixStore):
     """A store that is only asked: nothing is written to its index, and what fails a check is left in place."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **options, behind=False)
         self.index.freeze()
 
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
@@ -42,6 +43,13 @@ class LookingStore(PrefixStore):
         self.index.freeze(False)  # an index that is put right shows what a request would find
         try:
             return super()._adopt(failed)
+        finally:
+            self.index.freeze()
+
+    def _take_in(self, planner: Planner, tokens: list[int], limit: int) -> bool:
+        self.index.freeze(False)  # what a request would take in to be found
+        try:
+            return super()._take_in(planner, tokens, limit)
         finally:
             self.index.freeze()
 
