@@ -80,7 +80,10 @@ def free(
     done = Evicted()
 
     def give(amount: int, roots: Sequence[bytes] | None = None) -> Evicted:
-        told = None if progress is None else lambda size: progress(min(done.bytes + size, need), need)
+        def told(size: int) -> None:
+            if progress is not None:
+                progress(min(done.bytes + size, need), need)
+
         gone = give_up(folder, index, choose(index, amount, pinned=pinned, roots=roots), progress=told)
         return Evicted(
             done.records + sum(records for _, records, _ in gone), done.bytes + sum(size for *_, size in gone)

@@ -31,7 +31,12 @@ _INDEX = {FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal"}
 
 
 class FolderRefused(Exception):
-    """The folder cannot be used for the store; the message says why and what to do."""
+    """The folder cannot be used for the store; the message says why and what to do. ``readable``: only writing is
+    refused."""
+
+    def __init__(self, message: str, *, readable: bool = False) -> None:
+        super().__init__(message)
+        self.readable = readable
 
 
 class CacheFolder:
@@ -55,8 +60,10 @@ class CacheFolder:
             for folder in ours:
                 if folder != self.path and folder.is_symlink():  # what it leads to is not ours to change or clear
                     raise OSError(errno.ELOOP, f"{folder.name} is a symbolic link; put --cache-dir itself elsewhere")
+                made = not folder.exists()
                 folder.mkdir(exist_ok=True, mode=0o700)
-                os.chmod(folder, 0o700)
+                # that its owner may not write to it is left as it is
+                os.chmod(folder, 0o700 if made else stat.S_IMODE(folder.stat().st_mode) & 0o700)
             probe = self.temporary("probe")
             probe.unlink(missing_ok=True)  # one that could not be removed the last time
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -68,7 +75,8 @@ class CacheFolder:
                     with open(fd, "w") as out:
                         out.write(text)
         except OSError as e:
-            raise FolderRefused(f"The cache folder {self.path} cannot be used: {e.strerror or e}.") from e
+            why = f"The cache folder {self.path} cannot be used: {e.strerror or e}."
+            raise FolderRefused(why, readable=only_writing_failed(e)) from e
         if any(modes) and not allow_unprotected:
             raise FolderRefused(
                 f"On the volume of {self.path} other users could read cached text: mode 0600 does not stick. "
@@ -221,6 +229,13 @@ class CacheFolder:
     def size(self) -> int:
         """``st_size`` of every regular file under the folder, in bytes."""
         return weight(self.path)
+
+
+def only_writing_failed(error: Exception) -> bool:
+    """Whether an error says that a volume, folder or file may not be written."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY
+    return isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def parse(name: str) -> tuple[bytes, str]:

@@ -120,6 +120,11 @@ class Keeper:
                     self._known.pop(key, None)
                     self.skipped.deleted_states += 1
 
+    def forget(self) -> None:
+        """The folder is another one: what was in it is no longer known."""
+        self._chains.clear()
+        self._known.clear()
+
     def _budget(self, chain: Chain) -> int:
         rows = sum(t.nbytes(len(chain)) for kind in ("rows", "window") for t in self._layout.tensors(kind))
         return self._policy.budget(rows)

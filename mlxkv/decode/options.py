@@ -41,8 +41,9 @@ class Options:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``layout`` names the
-    state kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens."""
+    """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``disk_off`` why nothing
+    is kept on disk, though in RAM, None if it is; ``reads_disk``: what is on disk is served. ``layout`` names the state
+    kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens."""
 
     name: str
     path: Path
@@ -55,4 +56,6 @@ class EngineInfo:
     layout: str
     store_off: str | None
     cache_dir: Path | None
+    disk_off: str | None = None
+    reads_disk: bool = True
     notes: tuple[str, ...] = ()

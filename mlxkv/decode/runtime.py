@@ -18,13 +18,13 @@ import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
-from ..cache.folder import FolderRefused  # noqa: E402
 from ..cache.head import HeadCache  # noqa: E402
 from ..cache.inside import obstacle  # noqa: E402
 from ..cache.keys import Identity  # noqa: E402
 from ..cache.layout import Layout, probe  # noqa: E402
 from ..cache.policy import LADDER, Policy  # noqa: E402
 from ..cache.store import PrefixStore  # noqa: E402
+from ..cache.unwritten import UnwrittenStore, open_store  # noqa: E402
 from ..errors import ConfigError, MlxkvError  # noqa: E402
 from ..models import load  # noqa: E402
 from ..models.mtp import WithHead  # noqa: E402
@@ -77,6 +77,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     layout: Layout | None = None
     store: PrefixStore | None = None
     off = None if options.cache_dir is not None else "it was switched off"
+    disk_off: str | None = None
     try:
         layout = probe(headed or model, make_cache)
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
@@ -87,22 +88,22 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         ram = ram_budget(options.ram_budget, layout, loaded.context_length, options.block_size)
         policy = Policy() if options.write_budget is None else Policy(daily=options.write_budget)
         compute = {**now.identity(), "dtype": loaded.dtype, "dequantised": str(loaded.dequantised), "head": head}
-        try:
-            store = PrefixStore(
-                options.cache_dir,
-                Identity(loaded.fingerprint, tuple(sorted(compute.items())), layout.digest, loaded.name),
-                layout,
-                block=options.block_size,
-                budget=options.cache_budget,
-                ram_budget=ram,
-                policy=policy,
-                allow_unprotected=options.allow_unprotected,
-                software=f"mlx {now.mlx_version}, BLAS {now.blas}",
-                progress=partial(options.progress, "rebuilding the cache index") if options.progress else None,
-            )
-        except FolderRefused as e:
-            off = str(e)
-            log.warning("the prefix store is off: %s", e)
+        store, refused = open_store(
+            options.cache_dir,
+            Identity(loaded.fingerprint, tuple(sorted(compute.items())), layout.digest, loaded.name),
+            layout,
+            block=options.block_size,
+            budget=options.cache_budget,
+            ram_budget=ram,
+            policy=policy,
+            allow_unprotected=options.allow_unprotected,
+            software=f"mlx {now.mlx_version}, BLAS {now.blas}",
+            progress=partial(options.progress, "rebuilding the cache index") if options.progress else None,
+        )
+        if refused is not None:
+            disk_off = str(refused)
+            off = disk_off if store is None else None
+            log.warning("nothing is kept on disk: %s", refused)
     split, shared = Split(), Spans()
     if layout is not None:
         split, shared = _split(options.split, now.device, loaded.model, headed or model, make_cache, layout)
@@ -118,6 +119,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         load_s=load_s,
         layout=layout.describe() if layout is not None else "unknown",
         store_off=off,
+        disk_off=disk_off,
+        reads_disk=store is not None and (not isinstance(store, UnwrittenStore) or store.reads),
         cache_dir=options.cache_dir,
         notes=tuple(loaded.notes),
     )
