@@ -243,9 +243,9 @@ class PrefixStore:
                 return Plan(parent=space.root)
 
         while plan.position > 0:
-            state = new_state()
             self._pinned = frozenset(p.entry.key for p in plan.pieces)
             self.ram.touch([*([plan.state.key] if plan.state else []), *(p.entry.key for p in reversed(plan.pieces))])
+            state = new_state()  # which may take memory of the RAM tier's: not of what is read now, if it can be
             restorer = Restorer(self.folder, self.ram, space, self.layout, tokens)
             try:
                 restorer.run(plan, state, capacity)

@@ -26,6 +26,7 @@ class Options:
     allow_unprotected: bool = False
     ram_budget: int | None = None
     write_budget: int | None = None
+    memory_limit: int | None = None
     progress: Callable[[str, int, int], None] | None = None
 
     def __post_init__(self) -> None:
@@ -33,6 +34,8 @@ class Options:
             raise ConfigError(f"The block size is {self.block_size}.", "It must be from 1 to 65536 tokens.")
         if min(self.ram_budget or 0, self.write_budget or 0) < 0:
             raise ConfigError("A budget is negative.", "Give bytes, or 0 for off.")
+        if self.memory_limit is not None and self.memory_limit < 1:
+            raise ConfigError(f"The memory limit is {self.memory_limit} bytes.", "It must be at least 1.")
         if self.prefill_chunk is not None and not 1 <= self.prefill_chunk <= 65536:
             raise ConfigError(f"The prefill chunk is {self.prefill_chunk}.", "It must be from 1 to 65536 tokens.")
         if self.split not in ("always", "auto", "never"):

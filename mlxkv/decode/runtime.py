@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from ..errors import ConfigError, MlxkvError  # noqa: E402
 from ..models import load  # noqa: E402
 from ..models.mtp import WithHead  # noqa: E402
 from ..models.spans import Spans, install  # noqa: E402
+from .memory import Memory, physical, recommended, weigh  # noqa: E402
 from .options import EngineInfo, Options  # noqa: E402
 from .segments import Split  # noqa: E402
 
@@ -52,6 +52,7 @@ class Runtime:
     chunk: int
     async_kv_limit: int
     load_s: float
+    memory: Memory
     #: where forwards are split; announces those that are not
     split: Split = field(default_factory=Split)
     spans: Spans = field(default_factory=Spans)
@@ -104,6 +105,9 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
             disk_off = str(refused)
             off = disk_off if store is None else None
             log.warning("nothing is kept on disk: %s", refused)
+    memory = Memory(options.memory_limit or recommended(), weigh(headed or model))
+    if store is not None:
+        memory.make_room(store.ram, 0)
     split, shared = Split(), Spans()
     if layout is not None:
         split, shared = _split(options.split, now.device, loaded.model, headed or model, make_cache, layout)
@@ -136,6 +140,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         chunk=options.prefill_chunk or (512 if now.device == "cpu" else 2048),
         async_kv_limit=options.async_kv_limit,
         load_s=load_s,
+        memory=memory,
         split=split,
         spans=shared,
         ladder=-(-LADDER // options.block_size) * options.block_size,
@@ -163,8 +168,7 @@ def ram_budget(wanted: int | None, layout: Layout, context: int | None, block: i
     where no context is known) with a state, or be 0. Raises ConfigError. None: 1/16 of memory, at most 2 GiB, which may
     be less: what does not fit is read from disk."""
     if wanted is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(memory // 16, 2 << 30)
+        return min(physical() // 16, 2 << 30)
     tokens = context or block
     need = sum(t.nbytes(tokens) for kind in ("rows", "window", "state") for t in layout.tensors(kind))
     if 0 < wanted < need:
