@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +32,8 @@ from ..models.mtp import WithHead  # noqa: E402
 from ..models.spans import Spans, install  # noqa: E402
 from .memory import Memory, physical, recommended, weigh  # noqa: E402
 from .options import EngineInfo, Options  # noqa: E402
+from .prompt import build  # noqa: E402
+from .request import Request  # noqa: E402
 from .segments import Split  # noqa: E402
 
 log = logging.getLogger("mlxkv.engine")
@@ -66,6 +70,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     _prepare_device(options.wired)
     loaded = load(options.model, dtype=options.dtype, adapter=options.adapter, memo_dir=options.cache_dir)
     now = numerics.current()
+    warming = threading.Thread(target=_first_prompt, args=(loaded.tokenizer, loaded.eos_token_ids), daemon=True)
+    warming.start()
 
     model: Any = loaded.model
     # a head's rows are worth making only where they are kept: nothing drafts with it yet
@@ -111,6 +117,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     split, shared = Split(), Spans()
     if layout is not None:
         split, shared = _split(options.split, now.device, loaded.model, headed or model, make_cache, layout)
+    warming.join()
     load_s = time.monotonic() - started
     info = EngineInfo(
         name=loaded.name,
@@ -146,6 +153,13 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         ladder=-(-LADDER // options.block_size) * options.block_size,
     )
     return runtime, info
+
+
+def _first_prompt(tokenizer: Any, eos: set[int]) -> None:
+    """Compile the chat template and have the tokenizer make what it makes at first use, beside the probe of the layout
+    and the opening of the store: or the first request would wait for it."""
+    with contextlib.suppress(Exception):  # what is wrong with a template, a request is told
+        build(Request(messages=[{"role": "user", "content": "a"}]), tokenizer, eos, lambda ids, text: None)
 
 
 def _split(
