@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import MlxkvError
+from .adoption import Progress, take_in_all
 from .folder import CacheFolder, FolderRefused
 from .index import FILE, VERSION, Index
 from .lock import FolderLock, LockRefused
@@ -179,6 +180,27 @@ def take(path: Path) -> Iterator[Catalogue | None]:
         if index is not None:
             index.close()
         if lock is not None:
+            lock.close()
+
+
+def complete(path: Path, progress: Callable[[], AbstractContextManager[Progress]]) -> None:
+    """Take into the index what a store that was opened here left waiting, with ``progress()`` if there is any. Where
+    that cannot be done, the index stays as it is; whoever looks at it says what is wrong with it. May raise what
+    ``progress`` raises to stop."""
+    with suppress(CacheError), look(path) as index:
+        if index is None or not index.any_waiting():
+            return
+    with suppress(LockRefused, OSError, sqlite3.Error):
+        lock = FolderLock(path)
+        try:
+            lock.share()
+            writing = Index(path)
+            try:
+                with progress() as tell:
+                    take_in_all(CacheFolder(path), writing, tell)
+            finally:
+                writing.close()
+        finally:
             lock.close()
 
 

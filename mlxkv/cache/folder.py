@@ -12,7 +12,8 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .index import FILE, SUFFIX, Entry, Index
@@ -25,7 +26,9 @@ QUARANTINE_LIMIT = 64 << 20
 #: names of temporaries begin with the process id and a word of this very process: ids come again, in containers at once
 _PREFIX = f"{os.getpid()}-{secrets.token_hex(4)}-"
 _TEMPORARY = re.compile(r"([1-9][0-9]{0,9})-[0-9a-f]{8}-")
-_RECORD = re.compile(rf"[0-9a-f]{{64}}\.(?:{'|'.join(RECORD_KINDS)}){re.escape(SUFFIX)}")
+#: what follows the two digits of the subfolder in a record's name
+_REST = rf"[0-9a-f]{{62}}\.(?:{'|'.join(RECORD_KINDS)}){re.escape(SUFFIX)}"
+_RECORD = re.compile(rf"[0-9a-f]{{2}}{_REST}")
 _SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 _INDEX = {FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal"}
 
@@ -37,6 +40,33 @@ class FolderRefused(Exception):
     def __init__(self, message: str, *, readable: bool = False) -> None:
         super().__init__(message)
         self.readable = readable
+
+
+@dataclass
+class Part:
+    """One subfolder of ``records/``. ``known``: names that should be in it; ``names``: those that are, of files
+    that are named like records and lie where they belong; ``foreign``: bytes of all else there."""
+
+    begin: str
+    known: set[str]
+    names: set[str] = field(default_factory=set)
+    foreign: int = 0
+
+
+@dataclass
+class Weighed:
+    """Records' files, sorted by name: ``bytes`` and ``written`` (seconds) of each. Three lists: a hundred thousand rows
+    would keep Python's collector busy."""
+
+    names: list[str] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    written: list[float] = field(default_factory=list)
+
+    def keep(self, places: list[int]) -> None:
+        """Forget all others."""
+        self.names = [self.names[i] for i in places]
+        self.bytes = [self.bytes[i] for i in places]
+        self.written = [self.written[i] for i in places]
 
 
 class CacheFolder:
@@ -86,6 +116,10 @@ class CacheFolder:
     def file(self, key: bytes, kind: str) -> Path:
         name = key.hex()
         return self.records / name[:2] / f"{name}.{kind}{SUFFIX}"
+
+    def path_of(self, name: str) -> str:
+        """Where a record's file of this name is."""
+        return f"{self.records}/{name[:2]}/{name}"
 
     def holds(self, key: bytes, kind: str) -> bool:
         """Whether a record's file is there: a regular file, not behind a link."""
@@ -187,28 +221,69 @@ class CacheFolder:
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def listing(self, known: Collection[str] = frozenset()) -> tuple[set[str], int]:
-        """(names of files that are named like records and lie where they belong, bytes of all else under
-        ``records/``). Costs little more than listing the folders, the more so the more names are in ``known``."""
-        names: set[str] = set()
-        known = frozenset(known)
-        foreign = 0
-        with os.scandir(self.records) as subs:
-            for sub in subs:
-                begin, match = sub.name, _RECORD.fullmatch
-                if not sub.is_dir(follow_symlinks=False) or not _SUBFOLDER.fullmatch(begin):
-                    foreign += weight(sub.path)
+    def parts(self, known: Callable[[str], set[str]]) -> Iterator[Part]:
+        """Each subfolder of ``records/`` in turn. ``known(begin)``: the names that should be in it. Costs little more
+        than listing the folders where those are what is there."""
+        beside = 0
+        there = set()
+        with os.scandir(self.records) as items:
+            for item in items:
+                if item.is_dir(follow_symlinks=False) and _SUBFOLDER.fullmatch(item.name):
+                    there.add(item.name)
+                else:
+                    beside += weight(item.path)
+        for begin in map("{:02x}".format, range(256)):
+            rows = known(begin)  # first: what is stored meanwhile is found to be new, not gone
+            part = Part(begin, rows, foreign=beside)
+            beside = 0
+            if begin in there:
+                self._list(part)
+            if part.names or rows or part.foreign:
+                yield part
+
+    def _list(self, part: Part) -> None:
+        path = f"{self.records}/{part.begin}"
+        found, other = set(), []
+        try:
+            with os.scandir(path) as items:
+                for item in items:
+                    found.add(item.name) if item.is_file(follow_symlinks=False) else other.append(item.name)
+        except FileNotFoundError:
+            pass
+        except OSError:  # proves nothing: they may all be there
+            part.names = part.known
+            return
+        new = found - part.known
+        if new and not re.fullmatch(rf"(?:{part.begin}{_REST}/)*", "/".join((*new, ""))):  # all at once: far cheaper
+            named = re.compile(f"{part.begin}{_REST}")
+            strange = {name for name in new if not named.fullmatch(name)}
+            found -= strange
+            other += strange
+        part.names = found
+        part.foreign += sum(weight(os.path.join(path, name)) for name in other)
+
+    def weigh(self, names: Iterable[str]) -> Weighed:
+        """What these records weigh, as far as they are there."""
+        out, begin, fd = Weighed(), "", -1
+        found, sizes, written = out.names.append, out.bytes.append, out.written.append
+        try:
+            for name in sorted(names):
+                try:
+                    if name[:2] != begin:
+                        if fd >= 0:
+                            os.close(fd)
+                        begin, fd = name[:2], -1
+                        fd = os.open(f"{self.records}/{begin}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                except OSError:
                     continue
-                with contextlib.suppress(OSError), os.scandir(sub.path) as items:
-                    found, other = set(), []
-                    for item in items:
-                        found.add(item.name) if item.is_file(follow_symlinks=False) else other.append(item.name)
-                    good = {name for name in found & known if name.startswith(begin)}
-                    for name in found - good:
-                        good.add(name) if match(name) and name.startswith(begin) else other.append(name)
-                    names |= good
-                    foreign += sum(weight(os.path.join(sub.path, name)) for name in other)
-        return names, foreign
+                found(name)
+                sizes(info.st_size)
+                written(info.st_mtime)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return out
 
     def outside(self, written: Collection[str] = ()) -> int:
         """``st_size`` of every regular file beside the records and the index, in bytes, without temporaries whose names
@@ -238,6 +313,11 @@ def only_writing_failed(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+def is_record(name: object) -> bool:
+    """Whether this is the name of a record's file: what a damaged index says may lead anywhere."""
+    return isinstance(name, str) and _RECORD.fullmatch(name) is not None
+
+
 def parse(name: str) -> tuple[bytes, str]:
     """The key and kind that the name of a record's file says."""
     stem, _, kind = name.removesuffix(SUFFIX).partition(".")
@@ -265,30 +345,27 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path, used: float | None = None) -> None:
+def adopt(
+    folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path | str, used: float | None = None
+) -> None:
     """Enter a record without an index row after its header verifies; one that does not is set aside. ``used``: when
-    it was used last, seconds; now, if nobody knows."""
+    it was used last, seconds; now, if nobody knows. Within a transaction."""
     try:
         with Reader.open(path) as reader:
-            meta, size = reader.meta, os.fstat(reader.fd).st_size
+            meta, size = reader.meta, reader.size
         if (meta.key, meta.kind) != (key, kind):
             raise RecordError("the file is named like another record")
-    except MissingRecord:
-        return
     except RecordError as e:
-        folder.set_aside(path, e.action)
+        if not isinstance(e, MissingRecord):
+            folder.set_aside(Path(path), e.action)
+        if index.stop_waiting(os.path.basename(path)):  # what stays weighs all the same, and what was moved too
+            index.add("inside", weight(path))
+            index.count("outside", folder.outside(index.writing()))
         return
     index.add_root(meta.root, meta.model, meta.fingerprint, meta.compute, meta.layout, meta.block)
+    packed = pack(meta.tokens)
     entry = Entry(
-        meta.key,
-        meta.root,
-        meta.parent,
-        meta.start,
-        meta.end,
-        meta.row_start,
-        meta.base,
-        pack(meta.tokens),
-        frozenset(),
+        meta.key, meta.root, meta.parent, meta.start, meta.end, meta.row_start, meta.base, packed, frozenset()
     )
     index.add_entry(entry, {kind: size}, used)
     if meta.answer:

@@ -20,11 +20,13 @@ from .keys import common, digest
 
 FILE = "index.sqlite"
 SUFFIX = ".safetensors"  # of the records' files
-VERSION = 3  # of the tables; an index of another version is built again from the files
+VERSION = 4  # of the tables; an index of another version is built again from the files
 PAGE = 8192  # a block's 256 ids fit into a page, twice
 _FRAME = PAGE + 24  # a page in the WAL
 #: room for small files that are written without asking: the lock, marks, the memo of weight digests
 MISC_ROOM = 64 << 10
+#: what the index needs at most for a record that waits: a row with 256 ids, twice, in pages that are half full
+WAITING_ROOM = 2 * (2 * 1024 + 512)
 _NEIGHBOURS = 8
 #: seconds a call waits for another's transaction or checkpoint, unless ``wait_at_most`` says otherwise
 _PATIENCE = 10.0
@@ -42,13 +44,16 @@ TABLES = (
     " key BLOB NOT NULL, kind TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (key, kind)) WITHOUT ROWID",
     "CREATE TABLE answers ("
     " digest BLOB PRIMARY KEY, key BLOB NOT NULL, start INTEGER NOT NULL, last INTEGER) WITHOUT ROWID",
-    # records: sum of their bytes; outside, inside: other files beside and under records/
+    # files that are named like records and have no row yet; ``written``: when, seconds
+    "CREATE TABLE waiting (name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, written REAL NOT NULL) WITHOUT ROWID",
+    # records: sum of their bytes; waiting: the same and room for their rows; outside, inside: other files beside and
+    # under records/
     "CREATE TABLE ledger (name TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID",
     # a store that is open (its budget, no bytes), or what it has reserved (bytes, and the names of the files)
     "CREATE TABLE holds ("
     " id INTEGER PRIMARY KEY, store INTEGER, pid INTEGER, started TEXT, boot TEXT, temporaries TEXT, budget INTEGER,"
     " bytes INTEGER NOT NULL, files TEXT NOT NULL)",
-    "INSERT INTO ledger VALUES ('records', 0), ('outside', 0), ('inside', 0)",
+    "INSERT INTO ledger VALUES ('records', 0), ('waiting', 0), ('outside', 0), ('inside', 0)",
 )
 #: made after a bulk load
 LOOK_UPS = (
@@ -57,7 +62,12 @@ LOOK_UPS = (
     "CREATE INDEX entries_used ON entries (used)",
     "CREATE INDEX answers_key ON answers (key)",
     "CREATE TRIGGER records_added AFTER INSERT ON records BEGIN"
-    " UPDATE ledger SET bytes = bytes + new.bytes WHERE name = 'records'; END",
+    " UPDATE ledger SET bytes = bytes + new.bytes WHERE name = 'records';"
+    f" DELETE FROM waiting WHERE name = lower(hex(new.key)) || '.' || new.kind || '{SUFFIX}'; END",
+    "CREATE TRIGGER waiting_added AFTER INSERT ON waiting BEGIN"
+    f" UPDATE ledger SET bytes = bytes + new.bytes + {WAITING_ROOM} WHERE name = 'waiting'; END",
+    "CREATE TRIGGER waiting_gone AFTER DELETE ON waiting BEGIN"
+    f" UPDATE ledger SET bytes = bytes - old.bytes - {WAITING_ROOM} WHERE name = 'waiting'; END",
     "CREATE TRIGGER records_gone AFTER DELETE ON records BEGIN"
     " UPDATE ledger SET bytes = bytes - old.bytes WHERE name = 'records'; END",
     "CREATE TRIGGER records_changed AFTER UPDATE OF bytes ON records BEGIN"
@@ -243,7 +253,7 @@ class Index:
         """What the budget has to cover, bytes: all files, what is reserved, and room for the index to work."""
         query = "SELECT count(*), min(bytes), sum(bytes), (SELECT coalesce(sum(bytes), 0) FROM holds) FROM ledger"
         names, least, files, held = self._db.execute(query).fetchone()
-        if names != 3 or not all(isinstance(n, int) for n in (files, held)) or least < 0 or held < 0:
+        if names != 4 or not all(isinstance(n, int) for n in (files, held)) or least < 0 or held < 0:
             raise damaged("its ledger makes no sense")
         pages = self._db.execute("PRAGMA page_count").fetchone()[0]
         wal = wal_room(self.budget())
@@ -256,6 +266,10 @@ class Index:
     def count(self, name: str, size: int) -> None:
         """Set one account of the ledger. Within a transaction."""
         self._db.execute("INSERT OR REPLACE INTO ledger VALUES (?, ?)", (name, size))
+
+    def add(self, name: str, size: int) -> None:
+        """Change one account of the ledger. Within a transaction."""
+        self._db.execute("UPDATE ledger SET bytes = bytes + ? WHERE name = ?", (size, name))
 
     # reading
 
@@ -329,12 +343,62 @@ class Index:
     def names(self) -> dict[tuple[bytes, str], int]:
         return {(key, kind): size for key, kind, size in self._db.execute("SELECT key, kind, bytes FROM records")}
 
-    def file_names(self) -> set[str]:
-        """The names of the files that should be there."""
-        # one long text: half the time of a row for each of 100,000 names
-        sql = f"SELECT group_concat(lower(hex(key)) || '.' || kind || '{SUFFIX}', char(10)) FROM records"
-        names = self._db.execute(sql).fetchone()[0]
-        return set(names.split("\n")) if names else set()
+    def file_names(self, begin: str) -> set[str]:
+        """The names of the files that should be in one subfolder of ``records/``, those that wait among them."""
+        low = bytes.fromhex(begin)
+        high = bytes((low[0] + 1,)) if low[0] < 255 else b"\xff" * 64
+        # one long text a folder: a third of the time of a row for each of 100,000 names
+        name = f"hex(key) || '.' || kind || '{SUFFIX}'"
+        query = f"SELECT lower(group_concat({name}, char(10))) FROM records WHERE key >= ? AND key < ?"
+        (names,) = self._db.execute(query, (low, high)).fetchone()
+        out = set(names.split("\n")) if names else set()
+        query = "SELECT group_concat(name, char(10)) FROM waiting WHERE name >= ? AND name < ?"
+        (names,) = self._db.execute(query, (begin, f"{begin}g")).fetchone()
+        return out.union(names.split("\n")) if names else out
+
+    # files that wait to be taken in
+
+    def waiting(self) -> int:
+        """How many records are known by name, size and age alone."""
+        return self._db.execute("SELECT count(*) FROM waiting").fetchone()[0]
+
+    def any_waiting(self) -> bool:
+        return self._db.execute("SELECT EXISTS (SELECT 1 FROM waiting)").fetchone()[0] != 0
+
+    def oldest_waiting(self) -> list[tuple[str, float]]:
+        """(name, when it was written) of all that wait, oldest first."""
+        return self._db.execute("SELECT name, written FROM waiting ORDER BY written").fetchall()
+
+    def waiting_of(self, key: bytes) -> list[tuple[str, float]]:
+        """What waits of one entry."""
+        name = key.hex()
+        query = "SELECT name, written FROM waiting WHERE name >= ? AND name < ?"
+        return self._db.execute(query, (f"{name}.", f"{name}/")).fetchall()
+
+    def waits(self, name: str) -> bool:
+        return self._db.execute("SELECT EXISTS (SELECT 1 FROM waiting WHERE name = ?)", (name,)).fetchone()[0] != 0
+
+    def let_wait(self, files: Iterable[tuple[str, int, float]]) -> None:
+        """Note (name, bytes, when it was written) of files that have no row. Within a transaction."""
+        for name, size, written in files:
+            stem, _, kind = name.removesuffix(SUFFIX).partition(".")
+            if self._db.execute(
+                "SELECT 1 FROM records WHERE key = ? AND kind = ?", (bytes.fromhex(stem), kind)
+            ).fetchone():
+                continue  # entered meanwhile
+            self._db.execute("INSERT OR IGNORE INTO waiting VALUES (?, ?, ?)", (name, size, written))
+
+    def stop_waiting(self, name: str) -> bool:
+        """Forget a file that waits; False if it did not. Within a transaction."""
+        return self._db.execute("DELETE FROM waiting WHERE name = ?", (name,)).rowcount > 0
+
+    def recount(self, *, inside: int, outside: int) -> None:
+        """Set all accounts of the ledger: from the rows, and to what was counted elsewhere. Within a transaction."""
+        (records,) = self._db.execute("SELECT coalesce(sum(bytes), 0) FROM records").fetchone()
+        query = f"SELECT coalesce(sum(bytes + {WAITING_ROOM}), 0) FROM waiting"
+        (waiting,) = self._db.execute(query).fetchone()
+        for name, size in (("records", records), ("waiting", waiting), ("inside", inside), ("outside", outside)):
+            self.count(name, size)
 
     def records_of(self, key: bytes) -> list[tuple[str, int]]:
         """(kind, bytes) of an entry's records."""

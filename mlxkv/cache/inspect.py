@@ -192,19 +192,21 @@ def examine(folder: CacheFolder, index: Catalogue, key: bytes) -> dict[str, Any]
 
 
 def stats(path: Path) -> dict[str, Any]:
-    """``entries, records, bytes, written_today, by_model`` of a cache folder; zeros where there is none or it cannot be
-    read.
+    """``entries, records, waiting, bytes, written_today, by_model`` of a cache folder; zeros where there is none or it
+    cannot be read.
 
-    ``bytes`` is what a budget counts: the size of every regular file under the folder.
+    ``waiting`` are records that are still to be taken into the index (``adoption``) and not among the others; ``bytes``
+    is what a budget counts: the size of every regular file under the folder.
     """
     by_model: list[dict[str, Any]] = []
+    waiting = 0
     for _ in range(3):
         try:
             index = Index(path, create=False)
         except sqlite3.Error:
             break
         try:
-            totals = index.totals()
+            totals, waiting = index.totals(), index.waiting()
         except sqlite3.OperationalError:  # another process is just creating it
             time.sleep(0.05)
             continue
@@ -217,6 +219,7 @@ def stats(path: Path) -> dict[str, Any]:
     return {
         "entries": sum(m["entries"] for m in by_model),
         "records": sum(m["records"] for m in by_model),
+        "waiting": waiting,
         "bytes": CacheFolder(path).size() if path.is_dir() else 0,
         "written_today": Daily(path).used(),
         "by_model": by_model,

@@ -20,6 +20,7 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from .adoption import take_in_all
 from .eviction import Evicted, free
 from .folder import CacheFolder, adopt, parse
 from .index import MISC_ROOM, PAGE, Index, OverBudget, shm_room, wal_room
@@ -89,7 +90,8 @@ class Ledger:
     def room(self) -> int:
         """Bytes that a reservation could have if every record and other reservation went. Negative if even then there
         is no place at all."""
-        query = "SELECT bytes + (SELECT coalesce(sum(bytes), 0) FROM holds) FROM ledger WHERE name = 'records'"
+        query = "SELECT sum(bytes) + (SELECT coalesce(sum(bytes), 0) FROM holds) FROM ledger"
+        query += " WHERE name IN ('records', 'waiting')"
         (passing,) = self.index.execute(query).fetchone()
         return (self.index.budget() or 0) - self.index.charge() + passing
 
@@ -167,7 +169,9 @@ class Ledger:
     def make_room(
         self, short: int, *, pinned: Collection[bytes] = (), root: bytes = b"", incoming: int = 0, share: float = SHARE
     ) -> Evicted:
-        """Evict ``short`` bytes or more. ``root``, ``incoming``: for whom and how much. Raises sqlite3.Error."""
+        """Evict ``short`` bytes or more. ``root``, ``incoming``: for whom and how much. What waits to be taken into the
+        index is taken in first: nobody knows yet what hangs on it. Raises sqlite3.Error."""
+        take_in_all(self.folder, self.index)
         budget = self.index.budget() or 0
         target = max(short, budget // _STEP)
         done = free(self.folder, self.index, target, pinned=pinned, most=int(share * budget), incoming=(root, incoming))

@@ -27,6 +27,8 @@ from .tensors import HOST_DTYPE, TensorSpec
 FORMAT = "mlxkv-record"
 _ZERO = "0" * 32
 _MAX_HEADER = 64 << 20
+#: most headers are read with one call
+_FIRST_READ = 8192
 _IOV = 1024
 _MAX_READ = 1 << 30
 
@@ -250,15 +252,16 @@ def _write_all(fd: int, data: bytes | memoryview) -> int:
 class Reader:
     """An open record whose header has been verified. Use as a context manager."""
 
-    path: Path
+    path: Path | str
     fd: int
     meta: Meta
     sums: dict[str, str]
     data_start: int
+    size: int  # of the file, bytes
     tensors: dict[str, tuple[str, tuple[int, ...], int, int]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path) -> Reader:
+    def open(cls, path: Path | str) -> Reader:
         """Raises RecordError or one of its kinds."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
@@ -273,20 +276,22 @@ class Reader:
             raise
 
     @classmethod
-    def _verified(cls, path: Path, fd: int) -> Reader:
+    def _verified(cls, path: Path | str, fd: int) -> Reader:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise UnreadableRecord("not a regular file")
         size = info.st_size
-        head = _read_exactly(fd, 8, 0) if size >= 8 else b""
-        if len(head) < 8:
+        begin = _read_exactly(fd, min(size, _FIRST_READ), 0) if size >= 8 else b""
+        if len(begin) < 8:
             raise ShortRecord(f"{size} bytes")
-        (length,) = struct.unpack("<Q", head)
+        (length,) = struct.unpack_from("<Q", begin)
         if length > _MAX_HEADER:
             raise RecordError(f"a header of {length} bytes")
         if size < 8 + length:
             raise ShortRecord(f"{size} bytes, the header alone needs {8 + length}")
-        text = _read_exactly(fd, length, 8)
+        text = begin[8 : 8 + length]
+        if len(text) < length:
+            text += _read_exactly(fd, length - len(text), len(begin))
         try:
             header = json.loads(text)
             strings: dict[str, str] = header.pop("__metadata__")
@@ -312,7 +317,7 @@ class Reader:
             raise
         except Exception as e:  # a file may hold anything: nesting, numbers and names without bound
             raise RecordError(f"the header cannot be read: {e!r}") from e
-        return cls(path, fd, meta, sums, 8 + length, tensors)
+        return cls(path, fd, meta, sums, 8 + length, size, tensors)
 
     def require(self, specs: Sequence[TensorSpec], rows: int) -> None:
         """Raises RecordError unless exactly these tensors are there, with these shapes and dtypes."""

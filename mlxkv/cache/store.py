@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ConfigError
+from .adoption import AT_ONCE, Adopter, Progress
 from .folder import CacheFolder, FolderRefused, adopt, only_writing_failed
 from .inspect import stats as stats  # part of the store's interface
 from .keeper import Keeper
@@ -19,7 +20,7 @@ from .layout import Layout
 from .ledger import SHARE, Ledger, default_budget, minimum
 from .lock import FolderLock, LockRefused
 from .lookup import Lookup
-from .opening import Progress, open_index
+from .opening import open_index
 from .planner import Plan, Planner
 from .policy import Policy
 from .ram import Ram
@@ -28,6 +29,7 @@ from .recorder import Recorder
 from .restore import RestoreFailed, Restorer
 from .state import SequenceState
 from .tiers import Handover, View
+from .wanted import take_in_prompt
 from .writer import Writer
 
 log = logging.getLogger("mlxkv.cache")
@@ -50,7 +52,9 @@ class PrefixStore:
     bounds bytes waiting to be written, ``disk_floor`` the bytes of free disk below which nothing is written,
     ``ram_budget`` the bytes of records kept in RAM (0: none, and tips are written at once). ``policy`` says which
     states are kept and how much is written a day. ``progress`` is told (records done, of how many) while the index is
-    built again. Raises FolderRefused, and ConfigError for a budget in which nothing would fit.
+    built again. ``at_once``: so many files that the index does not know are taken into it now; the others when they are
+    asked for, and ``behind`` (``adoption``). Raises FolderRefused, and ConfigError for a budget in which nothing would
+    fit.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class PrefixStore:
         allow_unprotected: bool = False,
         software: str = "",
         progress: Progress | None = None,
+        at_once: int = AT_ONCE,
+        behind: bool = True,
     ) -> None:
         self.folder = CacheFolder(folder)
         self.identity, self.layout, self.block, self.software = identity, layout, block, software
@@ -81,6 +87,7 @@ class PrefixStore:
             )
         self.faults: dict[str, int] = {}
         self._wanted, self._least, self._allow_unprotected = budget, least, allow_unprotected
+        self._at_once, self._behind = at_once, behind
         self._open(progress)
         self._again = float("-inf")
         self._spaces: dict[str, KeySpace] = {}
@@ -104,11 +111,15 @@ class PrefixStore:
             name="mlxkv-writer",
             busy=self._busy,
         )
+        self.adopter = self._adopt_behind()
 
     def _busy(self) -> bool:
         """A request that may store something is running."""
         running = self._running()
         return running is not None and not running.done
+
+    def _adopt_behind(self) -> Adopter | None:
+        return Adopter(self.folder, self._busy) if self._behind and self.index.any_waiting() else None
 
     def _store_id(self) -> int:
         """The store's id in the ledger."""
@@ -132,10 +143,10 @@ class PrefixStore:
         try:
             self.folder.clear_leftovers()
 
-            def allowed() -> int:
-                return default_budget(path, self.folder.size()) if budget is None else budget
+            def allowed(size: int) -> int:
+                return default_budget(path, size) if budget is None else budget
 
-            index = open_index(self.folder, lock, budget=allowed, progress=progress)
+            index = open_index(self.folder, lock, budget=allowed, progress=progress, at_once=self._at_once)
             try:
                 mine = default_budget(path, index.charge()) if budget is None else budget
                 if mine < least:
@@ -167,6 +178,8 @@ class PrefixStore:
         lost = self.writer.lost or self.index.replaced() or self._lock.lost()
         if not lost or time.monotonic() < self._again or not self.writer.pause(INDEX_WAIT):
             return
+        if self.adopter is not None and not self.adopter.close(INDEX_WAIT):
+            return
         self._again = time.monotonic() + REOPEN
         with contextlib.suppress(Exception):  # where the index is still the one that was opened
             self.ledger.leave()
@@ -180,6 +193,7 @@ class PrefixStore:
         old.close()
         self.view.index = self.index
         self.writer.renew(self.ledger.store)
+        self.adopter = self._adopt_behind()
         log.warning("the cache folder %s was removed or replaced under way: it was opened again", self.folder.path)
 
     def _enforce(self, ledger: Ledger, mine: int) -> None:
@@ -211,17 +225,33 @@ class PrefixStore:
         limit = len(tokens) - 1
         self.view.error = None
         try:
-            plan = Planner(self.view, space, self.layout).plan(tokens, limit)
+            planner = Planner(self.view, space, self.layout)
+            known = self._take_in(planner, tokens, limit)
+            plan = planner.plan(tokens, limit)
             if self.view.error is not None:  # what RAM holds is still good
                 self.folder.suspect(self.view.error)
                 reason = self._fault("io_error", f"the index: {self.view.error}")
                 plan.reason = reason if plan.position < limit else None
             elif plan.reason == "empty" and plan.position == 0:
                 plan.reason = self._elsewhere(space, tokens, salt) or "empty"
+            if not known and plan.reason in ("empty", "different_tokens", "no_state"):
+                plan.reason = "pending"
             return plan
         except Exception as e:  # whatever an index may hold: a miss, never the request's failure
             self.folder.suspect(e)
             return Plan(parent=space.root, reason=self._fault("io_error", f"the index: {e}"))
+
+    def _take_in(self, planner: Planner, tokens: list[int], limit: int) -> bool:
+        """Take into the index what waits of a prompt. False if something may be stored that no look-up can find yet."""
+        try:
+            if not self.index.any_waiting():
+                return True
+            take_in_prompt(self.folder, self.view, planner.space, tokens, lambda: planner.plan(tokens, limit).position)
+        except (sqlite3.Error, OSError) as e:  # another process writes: what waits is a miss
+            self.folder.suspect(e)
+            return False
+        # who shares the first tokens of a block only cannot be asked for
+        return not self.layout.growing_only
 
     def restore(
         self, plan: Plan, tokens: list[int], new_state: Callable[[], SequenceState], capacity: int, salt: str = ""
@@ -348,7 +378,8 @@ class PrefixStore:
 
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
         """Write what waits, tips too, for at most so many seconds; then release the folder."""
-        if not self.writer.close(timeout):
+        adopted = self.adopter is None or self.adopter.close(timeout)
+        if not self.writer.close(timeout) or not adopted:
             # a write that the disk does not answer may still put its files there: what it reserved stays, and the lock
             # with it, until this process ends
             self.index.close()

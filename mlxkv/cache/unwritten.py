@@ -12,11 +12,11 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from .adoption import Progress
 from .folder import CacheFolder, FolderRefused
 from .index import FILE, LOOK_UPS, TABLES, VERSION, Index
 from .keys import Identity
 from .layout import Layout
-from .opening import Progress
 from .restore import RestoreFailed
 from .store import CLOSE_WITHIN, PrefixStore
 
@@ -31,7 +31,7 @@ class UnwrittenStore(PrefixStore):
 
     def __init__(self, folder: Path | None, identity: Identity, layout: Layout, why: str, **options: Any) -> None:
         self.why = why
-        super().__init__(folder or NOWHERE, identity, layout, **options)
+        super().__init__(folder or NOWHERE, identity, layout, **{**options, "behind": False})
 
     @property
     def reads(self) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .catalogue import CacheError, Catalogue, Forest, look, take
-from .folder import CacheFolder, adopt, weight
+from .folder import CacheFolder, adopt, is_record, parse, weight
 from .index import FILE, Entry
 from .keys import pack
 from .record import MissingRecord, Reader, RecordError
@@ -147,9 +147,10 @@ def _read_all(folder: CacheFolder, index: Catalogue | None, progress: Progress |
         progress(total, total)
     if index is None:
         return found
+    waiting = {parse(name) for name, _ in index.oldest_waiting() if is_record(name)}  # known by name; taken in behind
     rows = index.names()  # read last: what was stored meanwhile has its row now
     damaged = {(f.key, f.kind) for f in found.findings}
-    for key, kind in sorted(files.keys() - rows.keys() - damaged):
+    for key, kind in sorted(files.keys() - rows.keys() - waiting - damaged):
         if _stamp(files[key, kind]) is not None:
             problem = "the file has no row in the index"
             found.findings.append(

@@ -9,7 +9,7 @@ import typer
 from .cache_explain import explain
 from .cache_remove import prune, rm
 from .cache_show import show
-from .cache_text import ago, choose_model, count, decoder, nothing_yet, size
+from .cache_text import ago, choose_model, count, decoder, nothing_yet, size, take_in_waiting
 from .cache_verify import verify
 from .options import CACHE_DIR, MODEL, AsJson, Flags, command
 
@@ -37,6 +37,7 @@ def stats(flags: Flags, as_json: AsJson = False) -> None:
     from ..cache.policy import Policy
     from .render import print_json
 
+    take_in_waiting(settings.cache_dir)
     found = count_all(settings.cache_dir)
     if as_json:
         print_json(found)
@@ -44,6 +45,8 @@ def stats(flags: Flags, as_json: AsJson = False) -> None:
     typer.echo(f"{settings.cache_dir}: {_line(found)}")
     for model in found["by_model"]:
         typer.echo(f"  {model['model']}: {_line(model)}")
+    if found["waiting"]:
+        typer.echo(f"  {count(found['waiting'], 'record')} not yet in the index; a run takes them in behind")
     limit = Policy().daily if settings.write_budget is None else settings.write_budget
     typer.echo(f"  written today: {size(found['written_today'])} of at most {size(limit)}")
 
@@ -85,6 +88,7 @@ def ls(
     from ..cache.catalogue import look
     from .render import print_json
 
+    take_in_waiting(settings.cache_dir)
     most = limit if limit is not None else 0 if as_json else SHOWN
     with look(settings.cache_dir) as index:
         found = _listing(index, settings, flags["model"], everything, most, text) if index else None
@@ -154,6 +158,7 @@ def info(flags: Flags, as_json: AsJson = False) -> None:
     from ..cache.inspect import report
     from .render import print_json
 
+    take_in_waiting(settings.cache_dir)
     with look(settings.cache_dir) as index:
         found = report(settings.cache_dir, index)
     if as_json:

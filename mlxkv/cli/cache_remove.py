@@ -21,6 +21,7 @@ from .cache_text import (
     parse_duration,
     progress,
     size,
+    take_in_waiting,
 )
 from .options import CACHE_DIR, AsJson, Flags, command
 
@@ -69,6 +70,7 @@ def prune(
     def plan(index: Catalogue, with_log: bool = True) -> Pruning:
         return plan_pruning(folder, index, to=target, before=before, model=chosen, with_log=with_log)
 
+    take_in_waiting(path)
     with look(path) as index:
         if index is not None:
             chosen = choose_model(model, {space.model for space in index.spaces().values()})
@@ -106,6 +108,7 @@ def rm(
     settings = flags.settings()
     path = settings.cache_dir
 
+    take_in_waiting(path)
     with look(path) as index:
         wanted = [find(path, index, key) for key in keys]
         assert index is not None

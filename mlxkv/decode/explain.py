@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.lookup import REASONS, Lookup
+from ..cache.planner import Planner
 from ..cache.restore import RestoreFailed
 from ..cache.store import CLOSE_WITHIN, PrefixStore
 from ..cache.unwritten import UnwrittenStore
@@ -32,7 +33,7 @@ class LookingStore(PrefixStore):
     """A store that is only asked: nothing is written to its index, and what fails a check is left in place."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **options, behind=False)
         self.index.freeze()
 
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
@@ -48,6 +49,13 @@ class LookingStore(PrefixStore):
 
     def _renew(self) -> None:
         pass  # it is asked once
+
+    def _take_in(self, planner: Planner, tokens: list[int], limit: int) -> bool:
+        self.index.freeze(False)  # what a request would take in to be found
+        try:
+            return super()._take_in(planner, tokens, limit)
+        finally:
+            self.index.freeze()
 
     def _note_use(self, key: bytes) -> None:
         pass

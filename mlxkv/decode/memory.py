@@ -33,7 +33,8 @@ def recommended() -> int:
 
 def weigh(model: Any) -> int:
     """Bytes of a model's parameters."""
-    arrays = {id(array): array for _, array in tree_flatten(model.parameters())}
+    pairs: Any = tree_flatten(model.parameters())
+    arrays = {id(array): array for _, array in pairs}
     return sum(array.nbytes for array in arrays.values())
 
 

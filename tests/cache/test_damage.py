@@ -287,7 +287,7 @@ def test_a_name_in_the_index_that_is_no_text(written, tmp_path):
     index = folder / "index.sqlite"
     data = index.read_bytes()
     places = [i for i in range(len(data)) if data.startswith(b"CREATE", i)]
-    assert len(places) == 13
+    assert len(places) == 16
     for place in places:
         index.write_bytes(data)
         flip(index, place + (7 - place) % 8)  # the highest bit
