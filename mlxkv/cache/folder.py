@@ -79,6 +79,8 @@ class CacheFolder:
         self.quarantine_dir = path / "quarantine"
         self.suspicion = path / "index.damaged"
         self.quarantine_limit = QUARANTINE_LIMIT
+        #: subfolders of records that could not be listed the last time, and why
+        self.unseen: dict[str, OSError] = {}
 
     def prepare(self, *, allow_unprotected: bool = False) -> None:
         """Create what is missing, private to the user. Raises FolderRefused."""
@@ -126,6 +128,16 @@ class CacheFolder:
         path = self.file(key, kind)
         try:
             return stat.S_ISREG(os.lstat(path).st_mode) and not path.parent.is_symlink()
+        except OSError:
+            return False
+
+    def lacks(self, key: bytes, kind: str) -> bool:
+        """Whether a record's file is known not to be there; a folder that cannot be looked into proves nothing."""
+        path = self.file(key, kind)
+        try:
+            return not stat.S_ISREG(os.lstat(path).st_mode) or path.parent.is_symlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
         except OSError:
             return False
 
@@ -226,6 +238,7 @@ class CacheFolder:
         than listing the folders where those are what is there."""
         beside = 0
         there = set()
+        self.unseen = {}
         with os.scandir(self.records) as items:
             for item in items:
                 if item.is_dir(follow_symlinks=False) and _SUBFOLDER.fullmatch(item.name):
@@ -250,7 +263,8 @@ class CacheFolder:
                     found.add(item.name) if item.is_file(follow_symlinks=False) else other.append(item.name)
         except FileNotFoundError:
             pass
-        except OSError:  # proves nothing: they may all be there
+        except OSError as e:  # proves nothing: they may all be there
+            self.unseen[part.begin] = e
             part.names = part.known
             return
         new = found - part.known

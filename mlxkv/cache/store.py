@@ -112,11 +112,17 @@ class PrefixStore:
             busy=self._busy,
         )
         self.adopter = self._adopt_behind()
+        self._count_unseen()
 
     def _busy(self) -> bool:
         """A request that may store something is running."""
         running = self._running()
         return running is not None and not running.done
+
+    def _count_unseen(self) -> None:
+        """Count folders of records that could not be listed; opening the index has said which."""
+        for begin, error in self.folder.unseen.items():
+            self.writer.counters.fault("open", f"{self.folder.records / begin}: {error.strerror or error}")
 
     def _adopt_behind(self) -> Adopter | None:
         return Adopter(self.folder, self._busy) if self._behind and self.index.any_waiting() else None
@@ -194,6 +200,7 @@ class PrefixStore:
         self.view.index = self.index
         self.writer.renew(self.ledger.store)
         self.adopter = self._adopt_behind()
+        self._count_unseen()
         log.warning("the cache folder %s was removed or replaced under way: it was opened again", self.folder.path)
 
     def _enforce(self, ledger: Ledger, mine: int) -> None:
