@@ -146,6 +146,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ram_budget": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "write_budget": (parse_size, "a size such as 100GB; 0 to write nothing"),
     "prefill_chunk": (_whole(1, 2**20), "a whole number of tokens, at least 1"),
+    "split": (_choice({name: name for name in ("auto", "always", "never")}), "auto, always or never"),
 }
 #: other spellings, in files and after MLXKV_; ``no_cache`` turns its value round
 ALIASES = {"temp": "temperature", "no_cache": "cache", "system_prompt": "system", "adapter_path": "adapter"}
@@ -176,6 +177,7 @@ class Settings:
     numerics: str = "fast"
     blas: str = "auto"
     prefill_chunk: int | None = None
+    split: str = "auto"
     ram_budget: int | None = None
     write_budget: int | None = None
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
@@ -242,6 +244,7 @@ class Settings:
             "cache": self.cache,
             "cache_budget": self.cache_budget,
             "prefill_chunk": self.prefill_chunk,
+            "split": self.split,
             "async_kv_limit": self.async_kv_limit,
             "wired": self.wired,
             "allow_unprotected": self.allow_unprotected,

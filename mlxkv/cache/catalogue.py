@@ -6,7 +6,6 @@ An entry on which nothing hangs is a *tip*: the end of a conversation, as far as
 
 from __future__ import annotations
 
-import heapq
 import os
 import re
 import sqlite3
@@ -311,32 +310,6 @@ class Forest:
                 found[item.key] = item
                 todo += self.hanging(item.key)
         return removal_order(found.values())
-
-    def unused_since(self, when: float, root: Callable[[bytes], bool]) -> list[Item]:
-        """Entries of the key spaces ``root`` says yes to that were last used before ``when`` (seconds since the epoch)
-        and on which nothing hangs that stays, in the order in which they may be removed."""
-        going: dict[bytes, Item] = {}
-        for item in removal_order(self.items.values()):
-            if item.used < when and root(item.root) and all(other.key in going for other in self.hanging(item.key)):
-                going[item.key] = item
-        return list(going.values())
-
-    def least_used(self, size: int, root: Callable[[bytes], bool]) -> list[Item]:
-        """The entries to remove to be rid of ``size`` bytes of records: always the one, among those on which nothing
-        hangs any more, that was not used for longest."""
-        hangs = {key: len(self.hanging(key)) for key in self.items}
-        free = [(item.used, item.key) for item in self.tips() if root(item.root)]
-        heapq.heapify(free)
-        out: list[Item] = []
-        while free and size > 0:
-            item = self.items[heapq.heappop(free)[1]]
-            out.append(item)
-            size -= item.bytes
-            for key in {*item.hangs_on} & self.items.keys():
-                hangs[key] -= 1
-                if not hangs[key] and root(self.items[key].root):
-                    heapq.heappush(free, (self.items[key].used, key))
-        return out
 
 
 def removal_order(items: Iterable[Item]) -> list[Item]:

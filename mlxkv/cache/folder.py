@@ -34,7 +34,12 @@ _INDEX = {FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal"}
 
 
 class FolderRefused(Exception):
-    """The folder cannot be used for the store; the message says why and what to do."""
+    """The folder cannot be used for the store; the message says why and what to do. ``readable``: only writing is
+    refused."""
+
+    def __init__(self, message: str, *, readable: bool = False) -> None:
+        super().__init__(message)
+        self.readable = readable
 
 
 @dataclass
@@ -74,6 +79,8 @@ class CacheFolder:
         self.quarantine_dir = path / "quarantine"
         self.suspicion = path / "index.damaged"
         self.quarantine_limit = QUARANTINE_LIMIT
+        #: subfolders of records that could not be listed the last time, and why
+        self.unseen: dict[str, OSError] = {}
 
     def prepare(self, *, allow_unprotected: bool = False) -> None:
         """Create what is missing, private to the user. Raises FolderRefused."""
@@ -85,8 +92,10 @@ class CacheFolder:
             for folder in ours:
                 if folder != self.path and folder.is_symlink():  # what it leads to is not ours to change or clear
                     raise OSError(errno.ELOOP, f"{folder.name} is a symbolic link; put --cache-dir itself elsewhere")
+                made = not folder.exists()
                 folder.mkdir(exist_ok=True, mode=0o700)
-                os.chmod(folder, 0o700)
+                # that its owner may not write to it is left as it is
+                os.chmod(folder, 0o700 if made else stat.S_IMODE(folder.stat().st_mode) & 0o700)
             probe = self.temporary("probe")
             probe.unlink(missing_ok=True)  # one that could not be removed the last time
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -98,7 +107,8 @@ class CacheFolder:
                     with open(fd, "w") as out:
                         out.write(text)
         except OSError as e:
-            raise FolderRefused(f"The cache folder {self.path} cannot be used: {e.strerror or e}.") from e
+            why = f"The cache folder {self.path} cannot be used: {e.strerror or e}."
+            raise FolderRefused(why, readable=only_writing_failed(e)) from e
         if any(modes) and not allow_unprotected:
             raise FolderRefused(
                 f"On the volume of {self.path} other users could read cached text: mode 0600 does not stick. "
@@ -118,6 +128,16 @@ class CacheFolder:
         path = self.file(key, kind)
         try:
             return stat.S_ISREG(os.lstat(path).st_mode) and not path.parent.is_symlink()
+        except OSError:
+            return False
+
+    def lacks(self, key: bytes, kind: str) -> bool:
+        """Whether a record's file is known not to be there; a folder that cannot be looked into proves nothing."""
+        path = self.file(key, kind)
+        try:
+            return not stat.S_ISREG(os.lstat(path).st_mode) or path.parent.is_symlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
         except OSError:
             return False
 
@@ -218,6 +238,7 @@ class CacheFolder:
         than listing the folders where those are what is there."""
         beside = 0
         there = set()
+        self.unseen = {}
         with os.scandir(self.records) as items:
             for item in items:
                 if item.is_dir(follow_symlinks=False) and _SUBFOLDER.fullmatch(item.name):
@@ -242,7 +263,8 @@ class CacheFolder:
                     found.add(item.name) if item.is_file(follow_symlinks=False) else other.append(item.name)
         except FileNotFoundError:
             pass
-        except OSError:  # proves nothing: they may all be there
+        except OSError as e:  # proves nothing: they may all be there
+            self.unseen[part.begin] = e
             part.names = part.known
             return
         new = found - part.known
@@ -296,6 +318,13 @@ class CacheFolder:
     def size(self) -> int:
         """``st_size`` of every regular file under the folder, in bytes."""
         return weight(self.path)
+
+
+def only_writing_failed(error: Exception) -> bool:
+    """Whether an error says that a volume, folder or file may not be written."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY
+    return isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def is_record(name: object) -> bool:

@@ -144,12 +144,15 @@ class Index:
             self._db.execute("PRAGMA recursive_triggers=ON")  # REPLACE keeps the ledger, too
             self._create()
         else:
-            self._db = sqlite3.connect(
-                f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_PATIENCE, factory=_Connection
-            )
+            self._db = self.connect(f"{path.resolve().as_uri()}?mode=ro")
         self._path = path
         self._patience = _PATIENCE
         self._file = _identity(path)
+
+    @staticmethod
+    def connect(uri: str) -> sqlite3.Connection:
+        """A connection to a file that is there, as SQLite's URI says."""
+        return sqlite3.connect(uri, uri=True, timeout=_PATIENCE, factory=_Connection)
 
     def _create(self) -> None:
         def version() -> int:
@@ -216,6 +219,13 @@ class Index:
                 if time.monotonic() > until:
                     raise sqlite3.OperationalError("the index's log cannot be cut: another program is reading in it")
                 time.sleep(_PAUSE)
+
+    def replaced(self) -> bool:
+        """Whether the file is no longer the one that was opened."""
+        try:
+            return _identity(self._path) != self._file
+        except OSError:
+            return False  # that cannot be told now
 
     def checkpoint(self) -> None:
         """Bring the WAL into the file and cut it to nothing, unless somebody reads in it."""
@@ -463,7 +473,7 @@ def damaged(why: str) -> sqlite3.DatabaseError:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         info = os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return info.st_dev, info.st_ino
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sqlite3
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from .index import (
 from .lock import FolderLock, LockRefused
 from .record import Reader, RecordError
 from .tensors import ROW_KINDS
+
+log = logging.getLogger("mlxkv.cache")
 
 #: if more files than this are new to an index, and most are, it is built again
 _MANY = 2000
@@ -87,7 +90,20 @@ def open_index(
             small = path.lstat().st_size * 4 <= folder.quarantine_limit
             folder.set_aside(path, "quarantine" if small else "delete")
     _build(folder, budget, progress, at_once)
+    _say_unseen(folder)
     return Index(folder.path)
+
+
+def _say_unseen(folder: CacheFolder) -> None:
+    if folder.unseen:
+        first, error = next(iter(folder.unseen.items()))
+        log.warning(
+            "%d of the folders in %s cannot be listed, %s for one (%s): nothing is given up of what is in them",
+            len(folder.unseen),
+            folder.records,
+            first,
+            error.strerror or error,
+        )
 
 
 def _begun(folder: CacheFolder) -> bool:
@@ -103,6 +119,7 @@ def _in_step(folder: CacheFolder, lock: FolderLock, at_once: int) -> Index:
             with index.transaction(checked=False):
                 left = index.execute("DELETE FROM holds").rowcount
         _reconcile(folder, index, lock.alone, left > 0, at_once)
+        _say_unseen(folder)
         return index
     except BaseException:
         index.close()
@@ -136,7 +153,7 @@ def _reconcile(folder: CacheFolder, index: Index, alone: bool, unclean: bool, at
                 except ValueError:  # of a damaged row
                     index.stop_waiting(name)
                     continue
-                if not folder.holds(key, kind):
+                if folder.lacks(key, kind):
                     index.drop_record(key, kind)
                     index.stop_waiting(name)
                     _read_again(folder, index, key)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ConfigError
 from .adoption import AT_ONCE, Adopter, Progress
-from .folder import CacheFolder, FolderRefused, adopt
+from .folder import CacheFolder, FolderRefused, adopt, only_writing_failed
 from .inspect import stats as stats  # part of the store's interface
 from .keeper import Keeper
 from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
@@ -36,6 +37,8 @@ log = logging.getLogger("mlxkv.cache")
 BLOCK = 256
 #: how long closing may go on writing what waits, seconds
 CLOSE_WITHIN = 10.0
+#: seconds between attempts to open a folder again that was removed or replaced under way
+REOPEN = 30.0
 #: how long the engine waits to note a use while another process writes the index, seconds
 INDEX_WAIT = 0.5
 
@@ -82,9 +85,11 @@ class PrefixStore:
                 f"{least:,}.",
                 f"Give --cache-budget at least {-(-least // 10**6)}MB, or --no-cache.",
             )
-        self.folder.prepare(allow_unprotected=allow_unprotected)
-        self._open(budget, least, progress, at_once)
         self.faults: dict[str, int] = {}
+        self._wanted, self._least, self._allow_unprotected = budget, least, allow_unprotected
+        self._at_once, self._behind = at_once, behind
+        self._open(progress)
+        self._again = float("-inf")
         self._spaces: dict[str, KeySpace] = {}
         self._pinned: frozenset[bytes] = frozenset()
         self.ram = Ram(ram_budget, lambda key, kind: self.writer.evicted(key, kind))
@@ -96,7 +101,8 @@ class PrefixStore:
             lambda index, root: Planner(index, KeySpace(root, block), layout),
             ram=self.ram,
             keeper=Keeper(self.folder, layout, self.ram, policy),
-            store=self.ledger.store,
+            store=self._store_id(),
+            stopped=self._stopped(),
             pinned=lambda: self._pinned,
             share=share,
             limit=queue_limit,
@@ -105,59 +111,108 @@ class PrefixStore:
             name="mlxkv-writer",
             busy=self._busy,
         )
-        self.adopter = Adopter(self.folder, self._busy) if behind and self.index.any_waiting() else None
+        self.adopter = self._adopt_behind()
+        self._count_unseen()
 
     def _busy(self) -> bool:
         """A request that may store something is running."""
         running = self._running()
         return running is not None and not running.done
 
-    def _open(self, budget: int | None, least: int, progress: Progress | None, at_once: int) -> None:
-        """Lock the folder, bring its index in step, take part in its ledger, and evict what is over the budget."""
+    def _count_unseen(self) -> None:
+        """Count folders of records that could not be listed; opening the index has said which."""
+        for begin, error in self.folder.unseen.items():
+            self.writer.counters.fault("open", f"{self.folder.records / begin}: {error.strerror or error}")
+
+    def _adopt_behind(self) -> Adopter | None:
+        return Adopter(self.folder, self._busy) if self._behind and self.index.any_waiting() else None
+
+    def _store_id(self) -> int:
+        """The store's id in the ledger."""
+        return self.ledger.store
+
+    def _stopped(self) -> str:
+        """Why nothing can be written from the start, or ''."""
+        return ""
+
+    def _open(self, progress: Progress | None = None) -> None:
+        """Lock the folder, bring its index in step, take part in its ledger, and evict what is over the budget. Raises
+        FolderRefused; nothing is changed in this object then."""
+        budget, least = self._wanted, self._least
+        self.folder.prepare(allow_unprotected=self._allow_unprotected)
         path = self.folder.path
         try:
-            self._lock = FolderLock(path)
+            lock = FolderLock(path)
         except (LockRefused, OSError) as e:
-            raise FolderRefused(f"The cache folder {path} cannot be locked: {e}. Choose another --cache-dir.") from e
+            why = f"The cache folder {path} cannot be locked: {e}. Choose another --cache-dir."
+            raise FolderRefused(why, readable=only_writing_failed(e)) from e
         try:
             self.folder.clear_leftovers()
 
             def allowed(size: int) -> int:
                 return default_budget(path, size) if budget is None else budget
 
-            self.index = open_index(self.folder, self._lock, budget=allowed, progress=progress, at_once=at_once)
+            index = open_index(self.folder, lock, budget=allowed, progress=progress, at_once=self._at_once)
             try:
-                self.budget = default_budget(path, self.index.charge()) if budget is None else budget
-                if self.budget < least:
+                mine = default_budget(path, index.charge()) if budget is None else budget
+                if mine < least:
                     raise FolderRefused(
-                        f"The disk of {path} is too full: a tenth of what is free is {self.budget:,} bytes, and "
+                        f"The disk of {path} is too full: a tenth of what is free is {mine:,} bytes, and "
                         f"{least:,} are needed. Free some space, or say with --cache-budget how much may be used."
                     )
-                self.folder.quarantine_limit = min(self.folder.quarantine_limit, self.budget // 8)
-                self.ledger = Ledger.join(self.index, self.folder, self.budget)
-                self._enforce(least)
-                self._lock.share()
-                self.index.wait_at_most(INDEX_WAIT)
+                self.folder.quarantine_limit = min(self.folder.quarantine_limit, mine // 8)
+                ledger = Ledger.join(index, self.folder, mine)
+                self._enforce(ledger, mine)
+                lock.share()
+                index.wait_at_most(INDEX_WAIT)
             except BaseException:
-                self.index.close()
+                index.close()
                 raise
         except (OSError, sqlite3.Error, LockRefused) as e:
-            self._lock.close()
-            raise FolderRefused(f"The index of {path} cannot be opened: {e}.") from e
+            lock.close()
+            readable = only_writing_failed(e)
+            raise FolderRefused(f"The index of {path} cannot be opened: {e}.", readable=readable) from e
         except BaseException:
-            self._lock.close()
+            lock.close()
             raise
+        self._lock, self.index, self.ledger, self.budget = lock, index, ledger, mine
 
-    def _enforce(self, least: int) -> None:
-        self.ledger.reclaim()
-        budget = self.index.budget() or self.budget
-        for _ in range(4):
-            if (over := self.index.charge() - budget) <= 0:
-                return
-            if not self.ledger.make_room(over).bytes:
-                break
-        if (over := self.index.charge() - budget) > 0:
+    def _renew(self) -> None:
+        """If the folder, its lock or its index was removed or replaced under way, open it again. Called where no record
+        is being read: nothing of this store is in the old one then but groups that the writer has given up. Where
+        that fails, nothing is written until the next attempt."""
+        lost = self.writer.lost or self.index.replaced() or self._lock.lost()
+        if not lost or time.monotonic() < self._again or not self.writer.pause(INDEX_WAIT):
+            return
+        if self.adopter is not None and not self.adopter.close(INDEX_WAIT):
+            return
+        self._again = time.monotonic() + REOPEN
+        with contextlib.suppress(Exception):  # where the index is still the one that was opened
             self.ledger.leave()
+        self._lock.close()  # or a folder that must be had alone would be refused to ourselves
+        old = self.index
+        try:
+            self._open()
+        except FolderRefused as e:
+            log.warning("the prefix store writes nothing: %s It is tried again later.", e)
+            return
+        old.close()
+        self.view.index = self.index
+        self.writer.renew(self.ledger.store)
+        self.adopter = self._adopt_behind()
+        self._count_unseen()
+        log.warning("the cache folder %s was removed or replaced under way: it was opened again", self.folder.path)
+
+    def _enforce(self, ledger: Ledger, mine: int) -> None:
+        ledger.reclaim()
+        budget = ledger.index.budget() or mine
+        for _ in range(4):
+            if (over := ledger.index.charge() - budget) <= 0:
+                return
+            if not ledger.make_room(over).bytes:
+                break
+        if (over := ledger.index.charge() - budget) > 0:
+            ledger.leave()
             raise FolderRefused(
                 f"Files that are not the store's, or the index, take up the cache budget of {budget:,} bytes in "
                 f"{self.folder.path}: {over:,} too many. Remove them, or raise --cache-budget."
@@ -172,6 +227,7 @@ class PrefixStore:
 
     def lookup(self, tokens: list[int], salt: str = "") -> Plan:
         """The plan that covers most of ``tokens`` but the last, from what RAM and disk hold together."""
+        self._renew()
         space = self.space(salt)
         limit = len(tokens) - 1
         self.view.error = None
@@ -224,9 +280,9 @@ class PrefixStore:
                 return Plan(parent=space.root)
 
         while plan.position > 0:
-            state = new_state()
             self._pinned = frozenset(p.entry.key for p in plan.pieces)
             self.ram.touch([*([plan.state.key] if plan.state else []), *(p.entry.key for p in reversed(plan.pieces))])
+            state = new_state()  # which may take memory of the RAM tier's: not of what is read now, if it can be
             restorer = Restorer(self.folder, self.ram, space, self.layout, tokens)
             try:
                 restorer.run(plan, state, capacity)

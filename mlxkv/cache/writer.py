@@ -61,7 +61,7 @@ class Writer:
     """Owns the thread and its queue. ``limit`` bounds the bytes that wait; beyond it groups are refused, not waited
     for. ``busy`` says whether a request is running: tips are not written meanwhile. ``store`` is the store's id in the
     ledger, ``pinned`` says what must not be evicted now, ``share`` which part of the budget one model may have when
-    space is short."""
+    space is short. ``stopped``: why nothing can be written from the start, if that is so."""
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class Writer:
         idle_s: float,
         name: str,
         busy: Callable[[], bool] = lambda: False,
+        stopped: str = "",
     ) -> None:
         self._folder, self._planner, self._limit, self._floor = folder, planner, limit, floor
         self._ram, self._keeper, self._idle_s, self._busy = ram, keeper, idle_s, busy
@@ -90,7 +91,9 @@ class Writer:
         self._used = time.monotonic()
         self._closing = False
         self._deadline = float("inf")
-        self._stopped_because = ""
+        self._stopped_because = stopped
+        self._lost = False
+        self._renewed = not stopped
         self._wake = threading.Condition()
         self.counters = Counters(skipped=keeper.skipped)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -100,6 +103,23 @@ class Writer:
     def stopped_because(self) -> str:
         """Why nothing is written any more, or ''."""
         return self._stopped_because
+
+    @property
+    def lost(self) -> bool:
+        """Writing has stopped because the folder or its index is not the one that was opened, or cannot be reached:
+        once it was opened again, ``renew`` lets it go on."""
+        return self._lost
+
+    def pause(self, timeout: float) -> bool:
+        """Take nothing more, and give up what waits; True once nothing of it is being written, False on time-out
+        (seconds)."""
+        self._stop(f"{self._folder.path} was removed or replaced while it was in use", lost=True)
+        return self.flush(timeout)
+
+    def renew(self, store: int) -> None:
+        """The folder was opened again, and this is the store's id in its ledger: go on."""
+        with self._wake:
+            self._store, self._renewed, self._lost, self._stopped_because = store, True, False, ""
 
     @property
     def tips(self) -> int:
@@ -170,7 +190,8 @@ class Writer:
     def touch(self, key: bytes) -> None:
         """Note, when something is written next or on closing, that an entry was used."""
         with self._wake:
-            self._touched.add(key)
+            if not self._stopped_because:
+                self._touched.add(key)
 
     def _pins(self) -> set[bytes]:
         """What must not be evicted now: what is being restored, and what the groups in the queue hang on."""
@@ -201,13 +222,10 @@ class Writer:
                 self.write_tips()
 
     def _run(self) -> None:
-        commit: Commit | None = None
-        try:
-            commit = self._open()
-        except (sqlite3.Error, OSError) as e:
-            self._stop(f"the index cannot be opened ({e})")
+        commit = self._opened(None)
         late = 0
         while (job := self._next()) is not None:
+            commit = self._opened(commit)
             try:
                 if time.monotonic() > self._deadline:
                     late += job.nbytes
@@ -227,12 +245,13 @@ class Writer:
             except IndexReplaced as e:
                 self.counters.dropped_groups += 1
                 self.counters.fault("write", str(e))
-                self._stop(str(e))
+                self._stop(str(e), lost=True)
             except OSError as e:
                 self.counters.dropped_groups += 1
                 self.counters.fault("write", str(e))
                 if e.errno in _LASTING:
-                    self._stop(f"writing to {self._folder.path} failed: {e.strerror or e}")
+                    lost = e.errno == errno.ENOENT  # a folder is gone
+                    self._stop(f"writing to {self._folder.path} failed: {e.strerror or e}", lost=lost)
                 else:
                     log.warning("a group of cache records was not stored: %s", e)
             except (sqlite3.Error, RecordError) as e:
@@ -259,6 +278,21 @@ class Writer:
             with contextlib.suppress(Exception):  # it only costs the order of eviction
                 self._note_uses(commit.index)
             commit.index.close()
+
+    def _opened(self, commit: Commit | None) -> Commit | None:
+        """What groups are stored with: opened anew at first, and when the folder was."""
+        with self._wake:
+            renewed, self._renewed = self._renewed, False
+        if not renewed:
+            return commit
+        if commit is not None:
+            commit.index.close()
+        self._keeper.forget()
+        try:
+            return self._open()
+        except (sqlite3.Error, OSError) as e:
+            self._stop(f"the index cannot be opened ({e})", lost=True)
+            return None
 
     def _open(self) -> Commit:
         index = Index(self._folder.path)
@@ -296,7 +330,10 @@ class Writer:
             with contextlib.suppress(OverBudget):
                 index.touch(keys[i : i + step])
 
-    def _stop(self, why: str) -> None:
-        if not self._stopped_because:
-            self._stopped_because = why
+    def _stop(self, why: str, *, lost: bool = False) -> None:
+        with self._wake:
+            first = not self._stopped_because
+            self._stopped_because = self._stopped_because or why
+            self._lost = self._lost or lost
+        if first:
             log.warning("the prefix store stops writing: %s. Answers go on; what is stored is still read.", why)

@@ -38,6 +38,7 @@ NETWORK = {
     "glusterfs",
 }
 OPEN_FILES = 1024
+ONLY_RAM = "As it is nothing is kept on disk, only in RAM while a process runs."
 DISK_LOW, DISK_FULL = 5 * 10**9, 512 * 10**6
 
 
@@ -169,16 +170,24 @@ def _cache_folder(settings: Settings) -> Iterator[Check]:
 
 
 def _writable(folder: Path, there: Path, allow_unprotected: bool) -> Check:
-    """Whether files can be made in the folder (or where it would be made) and their modes stick."""
+    """Whether files can be made in the folder (or where it would be made), their modes stick, and locks work."""
+    from ..cache.lock import LockRefused, probe_locks
+
     if not there.is_dir():
         return Check("cache", "fail", f"{there} is a file", "Choose a folder with --cache-dir.")
     try:
         handle, probe = tempfile.mkstemp(dir=there, prefix=".mlxkv-probe-")
-        os.close(handle)
-        mode = stat.S_IMODE(os.stat(probe).st_mode)
-        os.unlink(probe)
+        try:
+            mode = stat.S_IMODE(os.stat(probe).st_mode)
+            probe_locks(Path(probe), handle)
+        finally:
+            os.close(handle)
+            os.unlink(probe)
+    except LockRefused as refused:
+        cure = f"Choose another with --cache-dir. {ONLY_RAM}"
+        return Check("cache", "fail", f"{there}: {refused}", cure)
     except OSError as error:
-        cure = "Make it writable for you, or choose another with --cache-dir."
+        cure = f"Make it writable for you, or choose another with --cache-dir. {ONLY_RAM}"
         if sys.platform == "darwin" and isinstance(error, PermissionError):
             cure += " In a protected folder the terminal needs Full Disk Access."
         return Check("cache", "fail", f"{there}: {error.strerror}", cure)

@@ -67,6 +67,12 @@ ENGINE = CACHE_DIR | _group(
         "no_cache": (bool | None, ("--no-cache/--cache",), "Neither look up nor store state."),
         "ram_budget": (str | None, ("--ram-budget",), "Records kept in RAM, above the disk.", {"metavar": "SIZE"}),
         "write_budget": (str | None, ("--write-budget",), "Bytes written to disk a day.", {"metavar": "SIZE"}),
+        "split": (
+            str | None,
+            ("--split",),
+            "Whether a boundary cuts a prefill: auto, always or never.",
+            {"metavar": "WHEN"},
+        ),
         "async_kv_limit": (
             str | None,
             ("--async-kv-limit",),

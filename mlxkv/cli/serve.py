@@ -100,6 +100,8 @@ def _say_where(settings: Settings, listener: socket.socket, info: Any) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     where = f"cache: {info.cache_dir}" if info.cache_dir and not info.store_off else "cache: off"
+    if info.disk_off and not info.store_off:
+        where = f"{where} (read only)" if info.reads_disk else "cache: in RAM only"
     typer.echo(f"http://{shown}:{port}/v1  model: {info.name}  {where}", err=True)
     typer.echo("Ctrl-C stops it.", err=True)
     sys.stderr.flush()

@@ -45,9 +45,11 @@ class Engine:
     None for what suits the device. split: whether a boundary of the store cuts a forward: always, never where the model
     can do without, or auto (on a GPU only 512 tokens or more after the last cut). async_kv_limit: bytes of live state
     up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM; None: 1/16
-    of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB. wired: bytes to
-    wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait. progress: told
-    (what is done, how much of it, of how much) on the engine's thread while it starts.
+    of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB. memory_limit:
+    bytes that weights, live caches and records in RAM may take together: where a request's caches need more, RAM keeps
+    less meanwhile; None: what Metal recommends, elsewhere three quarters of memory. wired: bytes to wire on Metal (a
+    raised limit can panic a Mac; off by default). max_queue: requests that may wait. progress: told (what is done, how
+    much of it, of how much) on the engine's thread while it starts.
 
     Raises ModelError if the model cannot be loaded, ConfigError for settings that cannot work.
     """
@@ -69,6 +71,7 @@ class Engine:
         allow_unprotected: bool = False,
         ram_budget: int | None = None,
         write_budget: int | None = None,
+        memory_limit: int | None = None,
         max_queue: int = 256,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -86,6 +89,7 @@ class Engine:
             allow_unprotected=allow_unprotected,
             ram_budget=ram_budget,
             write_budget=write_budget,
+            memory_limit=memory_limit,
             progress=progress,
         )
         numerics.prepare()

@@ -16,6 +16,7 @@ from ..cache.lookup import REASONS, Lookup
 from ..cache.planner import Planner
 from ..cache.restore import RestoreFailed
 from ..cache.store import CLOSE_WITHIN, PrefixStore
+from ..cache.unwritten import UnwrittenStore
 from .generation import Generation
 from .options import Options
 from .request import Request
@@ -45,6 +46,9 @@ class LookingStore(PrefixStore):
             return super()._adopt(failed)
         finally:
             self.index.freeze()
+
+    def _renew(self) -> None:
+        pass  # it is asked once
 
     def _take_in(self, planner: Planner, tokens: list[int], limit: int) -> bool:
         self.index.freeze(False)  # what a request would take in to be found
@@ -104,22 +108,27 @@ def explain(options: Options, request: Request, *, stored: bool) -> tuple[Explan
     on = options.cache_dir is not None and request.use_cache
     folder = options.cache_dir if on and stored else None
     runtime, info = open_runtime(replace(options, cache_dir=folder, cache_budget=UNBOUNDED))
+    off = (info.store_off or "") if on and stored else ""
     store = None
     try:
         if runtime.store is not None:
             store = _looking(runtime, options)
-        off = info.store_off if on and stored and info.store_off else ""
         asking = _Asking(runtime, request, lambda event: None, lambda: False, time.monotonic())
-        return asking.explain(store, "off" if off or not on else "empty", off), info.name
+        found = asking.explain(store, "off" if off or not on else "empty", off)
+        if info.disk_off and found.lookup.reason not in (None, "off"):
+            found = replace(found, why=f"{found.why}. Nothing is kept on disk: {info.disk_off}")
+        return found, info.name
     finally:
         if store is not None:
             store.close()
 
 
-def _looking(runtime: Runtime, options: Options) -> LookingStore:
+def _looking(runtime: Runtime, options: Options) -> PrefixStore:
     """The runtime's store opened anew, to look only."""
     own = runtime.store
     assert own is not None
+    if isinstance(own, UnwrittenStore):  # which never does anything else
+        return own
     own.close()
     return LookingStore(
         Path(str(options.cache_dir)),

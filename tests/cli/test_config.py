@@ -71,6 +71,7 @@ def test_bad_sizes(text):
         ({"MLXKV_CACHE_BUDGET": "80%"}, ["MLXKV_CACHE_BUDGET", "20GB"]),
         ({"MLXKV_DTYPE": "int8"}, ["MLXKV_DTYPE", "bf16"]),
         ({"MLXKV_NUMERICS": "slow"}, ["MLXKV_NUMERICS", "fast or exact"]),
+        ({"MLXKV_SPLIT": "sometimes"}, ["MLXKV_SPLIT", "'sometimes'", "auto, always or never"]),
         ({"MLXKV_SEED": "1.5"}, ["MLXKV_SEED"]),
         ({"MLXKV_TEMPERATURE": "nan"}, ["MLXKV_TEMPERATURE", "nan"]),
         ({"MLXKV_TEMP": "1", "MLXKV_TEMPERATURE": "1"}, ["MLXKV_TEMP ", "MLXKV_TEMPERATURE"]),
@@ -127,6 +128,29 @@ def test_numerics_and_blas_reach_the_environment(home, monkeypatch):
     monkeypatch.setenv("MLXKV_BLAS", "")
     Settings.load().apply_environment()
     assert (os.environ["MLXKV_NUMERICS"], os.environ["MLXKV_BLAS"]) == ("fast", "none")
+
+
+def test_split_reaches_the_engine(home, cli, tiny_model, monkeypatch):
+    from mlxkv.decode import runtime
+
+    seen = []
+    by = runtime.Split.by
+
+    def note(setting, device, layout):
+        seen.append((setting, found := by(setting, device, layout)))
+        return found
+
+    monkeypatch.setattr(runtime.Split, "by", note)
+    write(home, "split = 'never'")
+    monkeypatch.setenv("MLXKV_SPLIT", "")
+    ask = ("run", "hello", "--model", tiny_model("qwen3_5"), "--max-tokens", 1, "--json")
+    assert cli(*ask).code == 0 and cli(*ask, "--split", "always").code == 0
+    monkeypatch.setenv("MLXKV_SPLIT", "auto")
+    assert cli(*ask).code == 0
+    assert [setting for setting, _ in seen] == ["never", "always", "auto"]
+    assert seen[0][1].near > 0 == seen[1][1].near
+    bad = cli(*ask, "--split", "often")
+    assert bad.code == 2 and "--split is 'often'" in bad.err and "auto, always or never" in bad.err
 
 
 def test_every_engine_option_exists():

@@ -73,6 +73,18 @@ def test_a_cache_folder_that_cannot_be(cli, home, model):
     assert found.code == 0 and "chmod 700" in checks(found)["cache"]["cure"]
 
 
+def test_a_volume_without_locks(cli, home, model, monkeypatch):
+    def flock(fd, what):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    found = cli("doctor", "--model", model, "--json")
+    seen = checks(found)["cache"]
+    assert found.code == 1 and seen["status"] == "fail"
+    assert "locks do not work" in seen["detail"] and "only in RAM" in seen["cure"]
+    assert not list(home.glob(".mlxkv-probe-*"))
+
+
 def test_selftest(cli, model):
     found = cli("doctor", "--model", model, "--selftest", "--json")
     assert found.code == 0, found.out
