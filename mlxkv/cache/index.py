@@ -227,7 +227,10 @@ class Index:
 
     def budget(self) -> int | None:
         """The smallest budget of those who have the folder open, bytes; None: nobody has one."""
-        return self._db.execute("SELECT min(budget) FROM holds").fetchone()[0]
+        (found,) = self._db.execute("SELECT min(budget) FROM holds").fetchone()
+        if found is not None and not isinstance(found, int):
+            raise damaged("a budget in its ledger is no number")
+        return found
 
     def charge(self) -> int:
         """What the budget has to cover, bytes: all files, what is reserved, and room for the index to work."""

@@ -8,8 +8,8 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-from .folder import CacheFolder, FolderRefused, adopt, parse, weight
-from .index import FILE, LOOK_UPS, PAGE, TABLES, VERSION, Index, OverBudget
+from .folder import NONSENSE, CacheFolder, FolderRefused, adopt, parse, weight
+from .index import FILE, LOOK_UPS, PAGE, TABLES, VERSION, Index, OverBudget, damaged
 from .lock import FolderLock, LockRefused
 from .record import Reader, RecordError
 from .tensors import ROW_KINDS
@@ -89,6 +89,9 @@ def _in_step(folder: CacheFolder, lock: FolderLock, *, trust: bool) -> Index:
                 left = index.execute("DELETE FROM holds").rowcount
         _reconcile(folder, index, lock.alone, trust, left > 0)
         return index
+    except NONSENSE as e:  # a flipped bit may turn a number into text
+        index.close()
+        raise damaged(f"what it says makes no sense: {e}") from e
     except BaseException:
         index.close()
         raise

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ConfigError
-from .folder import CacheFolder, FolderRefused, adopt
+from .folder import NONSENSE, CacheFolder, FolderRefused, adopt
+from .index import damaged
 from .inspect import stats as stats  # part of the store's interface
 from .keeper import Keeper
 from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
@@ -118,27 +119,38 @@ class PrefixStore:
             def allowed() -> int:
                 return default_budget(path, self.folder.size()) if budget is None else budget
 
-            self.index = open_index(self.folder, self._lock, budget=allowed, progress=progress)
             try:
-                self.budget = default_budget(path, self.index.charge()) if budget is None else budget
-                if self.budget < least:
-                    raise FolderRefused(
-                        f"The disk of {path} is too full: a tenth of what is free is {self.budget:,} bytes, and "
-                        f"{least:,} are needed. Free some space, or say with --cache-budget how much may be used."
-                    )
-                self.folder.quarantine_limit = min(self.folder.quarantine_limit, self.budget // 8)
-                self.ledger = Ledger.join(self.index, self.folder, self.budget)
-                self._enforce(least)
-                self._lock.share()
-                self.index.wait_at_most(INDEX_WAIT)
-            except BaseException:
-                self.index.close()
-                raise
+                self._join(budget, least, allowed, progress)
+            except (sqlite3.DatabaseError, *NONSENSE) as e:  # what the ledger and eviction look at shows it later
+                if not self.folder.suspect(damaged(str(e)) if isinstance(e, NONSENSE) else e):
+                    raise
+                self._join(budget, least, allowed, progress)
         except (OSError, sqlite3.Error, LockRefused) as e:
             self._lock.close()
             raise FolderRefused(f"The index of {path} cannot be opened: {e}.") from e
         except BaseException:
             self._lock.close()
+            raise
+
+    def _join(self, budget: int | None, least: int, allowed: Callable[[], int], progress: Progress | None) -> None:
+        """Open the index, take part in the ledger and bring the folder down to its budget. Raises sqlite3.Error,
+        FolderRefused; the index is closed then."""
+        path = self.folder.path
+        self.index = open_index(self.folder, self._lock, budget=allowed, progress=progress)
+        try:
+            self.budget = default_budget(path, self.index.charge()) if budget is None else budget
+            if self.budget < least:
+                raise FolderRefused(
+                    f"The disk of {path} is too full: a tenth of what is free is {self.budget:,} bytes, and "
+                    f"{least:,} are needed. Free some space, or say with --cache-budget how much may be used."
+                )
+            self.folder.quarantine_limit = min(self.folder.quarantine_limit, self.budget // 8)
+            self.ledger = Ledger.join(self.index, self.folder, self.budget)
+            self._enforce(least)
+            self._lock.share()
+            self.index.wait_at_most(INDEX_WAIT)
+        except BaseException:
+            self.index.close()
             raise
 
     def _enforce(self, least: int) -> None:

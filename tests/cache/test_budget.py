@@ -339,7 +339,13 @@ def test_a_ledger_that_lies_is_found_at_the_next_start(tmp_path):
     put(store, lost)
     assert held(store, lost) == ["rows+state"]
     store.close()
-    for change in ("DELETE FROM ledger", "UPDATE ledger SET bytes = 'x'", "DROP TABLE holds"):
+    for change in (
+        "DELETE FROM ledger",
+        "UPDATE ledger SET bytes = 'x'",
+        "UPDATE ledger SET name = 'recordz' WHERE name = 'records'",
+        "INSERT INTO holds (budget, bytes, files) VALUES ('many', 0, '[]')",
+        "DROP TABLE holds",
+    ):
         db = sqlite3.connect(folder / "index.sqlite")
         db.execute(change)
         db.commit()
