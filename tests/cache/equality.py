@@ -157,6 +157,24 @@ def measure(folder: Path, mode: str, archs: Iterable[str] = ARCHS) -> dict[str, 
     return {arch: found[arch] | {"first": report} for arch, report in end(first, "go\n").items()}
 
 
+def wrong_with(report: dict, bound: float) -> list[str]:
+    """What one architecture's report of ``exact`` breaks of the promise; ``bound``: of logits against a cold run,
+    relative to the largest."""
+    first, ends = report["first"], [*story()[1], LENGTH - 1]
+    restored, cold = report["text"]
+    checks = {
+        "not what a run that remembered has": report["transparent"] == 0.0,
+        "not what a run that remembered has, of another process": first["other"]["transparent"] == 0.0,
+        "not what a cold run says": report["promise"] <= bound * report["scale"],
+        "not what a cold run says, of another process": first["other"]["promise"] <= bound * first["other"]["scale"],
+        "RAM gives other bits than SSD": report["ram"] == 0.0,
+        "RAM reaches elsewhere than SSD": first["ram"] == report["restored"] and first["ram_sources"] == ["ram"],
+        "another text": restored == cold and len(cold) == 64,
+        "a boundary is not resumed": {p for p, n, cached, _ in report["restored"] if n and cached == p} == set(ends),
+    }
+    return [what for what, holds in checks.items() if not holds]
+
+
 if __name__ == "__main__":
     phases = {"write": write, "read": read}
     print(json.dumps(phases[sys.argv[1]](Path(sys.argv[2]), sys.argv[3:])))

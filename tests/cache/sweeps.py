@@ -151,16 +151,15 @@ class Sample:
         for a, b in itertools.combinations(self.records, 2):
             yield {a: self.sound[b], b: self.sound[a]}, f"{a.name} and {b.name} swapped"
 
-    def truncations(self) -> Iterator[tuple[Damage, str]]:
-        for path in self.records:
-            for size in range(len(self.sound[path])):
-                yield {path: self.sound[path][:size]}, f"{path.name} cut to {size}"
+    @property
+    def places(self) -> list[tuple[Path, int]]:
+        """Every byte of every record."""
+        return [(path, at) for path in self.records for at in range(len(self.sound[path]))]
 
-    def flips(self, seed: int) -> Iterator[tuple[Damage, str]]:
-        """One bit of every byte; eight seeds take all bits."""
-        for path in self.records:
-            data = bytearray(self.sound[path])
-            for at in range(len(data)):
-                data[at] ^= 1 << (at + seed) % 8
-                yield {path: bytes(data)}, f"bit {(at + seed) % 8} of byte {at} of {path.name} flipped"
-                data[at] ^= 1 << (at + seed) % 8
+    def truncation(self, path: Path, size: int) -> tuple[Damage, str]:
+        return {path: self.sound[path][:size]}, f"{path.name} cut to {size}"
+
+    def flip(self, path: Path, at: int, bit: int) -> tuple[Damage, str]:
+        data = bytearray(self.sound[path])
+        data[at] ^= 1 << bit
+        return {path: bytes(data)}, f"bit {bit} of byte {at} of {path.name} flipped"
