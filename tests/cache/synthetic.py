@@ -213,8 +213,10 @@ def ask(
     salt: str = "",
     capacity: int = 16,
     lying: bool = False,
+    messages: bool = False,
 ) -> Lookup:
     """One request: look up, restore, prefill to ``ends`` and n−1, "sample" ``more`` (at least one token), record.
+    ``messages``: the ends are those of messages, whose states stay when the conversation goes on.
 
     Raises WrongHit if any bit of what was restored is not right, or a remembered answer (but in an index that may be
     ``lying``: it is a hint, and who asks for an answer compares its text).
@@ -237,7 +239,8 @@ def ask(
     assert (lookup.reason is None) == (lookup.tokens == n - 1) and lookup.reason in (None, *REASONS)
     if not keep:
         return lookup
-    recorder = store.recorder(state, sequence, plan, lambda: mx.synchronize(), salt)
+    roles = dict.fromkeys(ends, "message") if messages else None
+    recorder = store.recorder(state, sequence, plan, lambda: mx.synchronize(), salt, roles=roles)
     for edge in [n - 1] if model.layout.growing_only else sorted({e for e in ends if 0 < e < n - 1} | {n - 1}):
         while state.position < edge:
             model.feed(state, sequence, min(edge - state.position, chunk))
