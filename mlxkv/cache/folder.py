@@ -69,6 +69,10 @@ class Weighed:
         self.written = [self.written[i] for i in places]
 
 
+#: what a value of another type or size than the index's columns should have makes Python say
+NONSENSE = (TypeError, ValueError, OverflowError)
+
+
 class CacheFolder:
     """``records/`` (two hex digits a subfolder), ``tmp/`` for what is being written, ``quarantine/``, and the index."""
 
@@ -195,12 +199,15 @@ class CacheFolder:
             path.unlink(missing_ok=True)
             total -= size
 
-    def suspect(self, error: Exception) -> None:
-        """If an error says that the index is damaged, not only busy or out of space, have it built again next time."""
+    def suspect(self, error: Exception) -> bool:
+        """If an error says that the index is damaged, not only busy or out of space, have it built again next time.
+        False if it does not say so."""
         damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
         if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in damaged:
             with contextlib.suppress(OSError):
                 self.doubt()
+            return True
+        return False
 
     def doubt(self) -> None:
         """Have the index built again by whoever opens it next. Raises OSError."""

@@ -249,7 +249,10 @@ class Index:
 
     def budget(self) -> int | None:
         """The smallest budget of those who have the folder open, bytes; None: nobody has one."""
-        return self._db.execute("SELECT min(budget) FROM holds").fetchone()[0]
+        (found,) = self._db.execute("SELECT min(budget) FROM holds").fetchone()
+        if found is not None and not isinstance(found, int):
+            raise damaged("a budget in its ledger is no number")
+        return found
 
     def charge(self) -> int:
         """What the budget has to cover, bytes: all files, what is reserved, and room for the index to work."""
@@ -312,9 +315,9 @@ class Index:
         while (row := self._db.execute(before, (parent, below)).fetchone()) is not None:
             found = row[7] if isinstance(row[7], bytes) else b""
             shared = common(found, tokens)
+            out += self._sound(row)  # one that shares nothing, too: a miss says that something else is stored here
             if not shared:
                 break
-            out += self._sound(row)
             if 4 * shared == len(found):  # a prefix: the next one is shorter
                 below = tokens[: 4 * (shared - 1)] + b"\0"
             elif neighbours < _NEIGHBOURS:

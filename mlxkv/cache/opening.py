@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .adoption import AT_ONCE, Progress, take_in_all
-from .folder import CacheFolder, FolderRefused, Weighed, adopt, is_record, parse
+from .folder import NONSENSE, CacheFolder, FolderRefused, Weighed, adopt, is_record, parse
 from .index import (
     FILE,
     LOOK_UPS,
@@ -22,6 +22,7 @@ from .index import (
     WAITING_ROOM,
     Index,
     OverBudget,
+    damaged,
     shm_room,
     wal_room,
 )  # fmt: skip
@@ -121,6 +122,9 @@ def _in_step(folder: CacheFolder, lock: FolderLock, at_once: int) -> Index:
         _reconcile(folder, index, lock.alone, left > 0, at_once)
         _say_unseen(folder)
         return index
+    except NONSENSE as e:  # a flipped bit may turn a number into text
+        index.close()
+        raise damaged(f"what it says makes no sense: {e}") from e
     except BaseException:
         index.close()
         raise

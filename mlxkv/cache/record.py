@@ -29,6 +29,7 @@ _ZERO = "0" * 32
 _MAX_HEADER = 64 << 20
 #: most headers are read with one call
 _FIRST_READ = 8192
+_MAX_GAP = 16384  # of padding, which begins a big tensor on a page
 _IOV = 1024
 _MAX_READ = 1 << 30
 
@@ -190,12 +191,12 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 def encode(meta: Meta, body: Body) -> tuple[bytes, list[bytes | memoryview]]:
     """Header (with its length prefix and padding) and data parts, in file order."""
-    align = 16384 if any(a.nbytes >= 1 << 20 for _, a in body.arrays.values()) else 64
+    align = _MAX_GAP if any(a.nbytes >= 1 << 20 for _, a in body.arrays.values()) else 64
     header: dict[str, Any] = {}
     parts: list[bytes | memoryview] = []
     offset = 0
     for name, (dtype, array) in body.arrays.items():
-        step = 16384 if array.nbytes >= 1 << 20 else 64
+        step = _MAX_GAP if array.nbytes >= 1 << 20 else 64
         if gap := -offset % step:
             header[f"__pad{len(parts)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [offset, offset + gap]}
             parts.append(bytes(gap))
@@ -259,6 +260,8 @@ class Reader:
     data_start: int
     size: int  # of the file, bytes
     tensors: dict[str, tuple[str, tuple[int, ...], int, int]] = field(default_factory=dict)
+    #: where a tensor begins -> bytes of padding before it
+    gaps: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path | str) -> Reader:
@@ -306,6 +309,8 @@ class Reader:
                 for name, t in header.items()
                 if not name.startswith("__pad")
             }
+            pads = [t["data_offsets"] for name, t in header.items() if name.startswith("__pad")]
+            gaps = {b: b - a for a, b in pads if 0 <= b - a <= _MAX_GAP}
             end = max((t["data_offsets"][1] for t in header.values()), default=0)
             if not meta.consistent():
                 raise RecordError("key, tokens and span do not fit each other")
@@ -317,7 +322,7 @@ class Reader:
             raise
         except Exception as e:  # a file may hold anything: nesting, numbers and names without bound
             raise RecordError(f"the header cannot be read: {e!r}") from e
-        return cls(path, fd, meta, sums, 8 + length, size, tensors)
+        return cls(path, fd, meta, sums, 8 + length, size, tensors, gaps)
 
     def require(self, specs: Sequence[TensorSpec], rows: int) -> None:
         """Raises RecordError unless exactly these tensors are there, with these shapes and dtypes."""
@@ -327,7 +332,8 @@ class Reader:
             raise RecordError("tensors, shapes or dtypes are not those of the layout")
 
     def read_into(self, name: str, views: Sequence[memoryview]) -> None:
-        """Fill writable byte views, in order, with one tensor; its checksum is compared afterwards.
+        """Fill writable byte views, in order, with one tensor. Its checksum is compared afterwards, and the padding
+        before it must be empty: a flip anywhere in a record shows.
 
         Raises RecordError on a wrong checksum, ShortRecord on an early end, UnreadableRecord on an I/O error. The
         views' content is undefined then.
@@ -335,9 +341,12 @@ class Reader:
         _, _, a, b = self.tensors[name]
         if sum(len(v) for v in views) != b - a:
             raise RecordError(f"tensor {name} has {b - a} bytes")
-        _read_scattered(self.fd, list(views), self.data_start + a)
+        gap = bytearray(self.gaps.get(a, 0))
+        _read_scattered(self.fd, [memoryview(gap), *views], self.data_start + a - len(gap))
         if checksum(views) != self.sums.get(name):
             raise RecordError(f"tensor {name} has a wrong checksum")
+        if gap.strip(b"\0"):
+            raise RecordError(f"the padding before tensor {name} is not empty")
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as a fresh host array (bfloat16 as uint16), verified."""

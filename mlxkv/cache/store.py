@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from .adoption import AT_ONCE, Adopter, Progress
-from .folder import CacheFolder, FolderRefused, adopt, only_writing_failed
+from .folder import NONSENSE, CacheFolder, FolderRefused, adopt, only_writing_failed
+from .index import Index, damaged
 from .inspect import stats as stats  # part of the store's interface
 from .keeper import Keeper
 from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
@@ -138,7 +139,6 @@ class PrefixStore:
     def _open(self, progress: Progress | None = None) -> None:
         """Lock the folder, bring its index in step, take part in its ledger, and evict what is over the budget. Raises
         FolderRefused; nothing is changed in this object then."""
-        budget, least = self._wanted, self._least
         self.folder.prepare(allow_unprotected=self._allow_unprotected)
         path = self.folder.path
         try:
@@ -148,26 +148,12 @@ class PrefixStore:
             raise FolderRefused(why, readable=only_writing_failed(e)) from e
         try:
             self.folder.clear_leftovers()
-
-            def allowed(size: int) -> int:
-                return default_budget(path, size) if budget is None else budget
-
-            index = open_index(self.folder, lock, budget=allowed, progress=progress, at_once=self._at_once)
             try:
-                mine = default_budget(path, index.charge()) if budget is None else budget
-                if mine < least:
-                    raise FolderRefused(
-                        f"The disk of {path} is too full: a tenth of what is free is {mine:,} bytes, and "
-                        f"{least:,} are needed. Free some space, or say with --cache-budget how much may be used."
-                    )
-                self.folder.quarantine_limit = min(self.folder.quarantine_limit, mine // 8)
-                ledger = Ledger.join(index, self.folder, mine)
-                self._enforce(ledger, mine)
-                lock.share()
-                index.wait_at_most(INDEX_WAIT)
-            except BaseException:
-                index.close()
-                raise
+                index, ledger, mine = self._join(lock, progress)
+            except (sqlite3.DatabaseError, *NONSENSE) as e:  # what the ledger and eviction look at shows it later
+                if not self.folder.suspect(damaged(str(e)) if isinstance(e, NONSENSE) else e):
+                    raise
+                index, ledger, mine = self._join(lock, progress)
         except (OSError, sqlite3.Error, LockRefused) as e:
             lock.close()
             readable = only_writing_failed(e)
@@ -176,6 +162,32 @@ class PrefixStore:
             lock.close()
             raise
         self._lock, self.index, self.ledger, self.budget = lock, index, ledger, mine
+
+    def _join(self, lock: FolderLock, progress: Progress | None) -> tuple[Index, Ledger, int]:
+        """Open the index, take part in the ledger and bring the folder down to its budget; returns index, ledger and
+        that budget, bytes. Raises sqlite3.Error, FolderRefused; the index is closed then."""
+        path, least = self.folder.path, self._least
+
+        def allowed(size: int) -> int:
+            return default_budget(path, size) if self._wanted is None else self._wanted
+
+        index = open_index(self.folder, lock, budget=allowed, progress=progress, at_once=self._at_once)
+        try:
+            mine = allowed(index.charge())
+            if mine < least:
+                raise FolderRefused(
+                    f"The disk of {path} is too full: a tenth of what is free is {mine:,} bytes, and "
+                    f"{least:,} are needed. Free some space, or say with --cache-budget how much may be used."
+                )
+            self.folder.quarantine_limit = min(self.folder.quarantine_limit, mine // 8)
+            ledger = Ledger.join(index, self.folder, mine)
+            self._enforce(ledger, mine)
+            lock.share()
+            index.wait_at_most(INDEX_WAIT)
+        except BaseException:
+            index.close()
+            raise
+        return index, ledger, mine
 
     def _renew(self) -> None:
         """If the folder, its lock or its index was removed or replaced under way, open it again. Called where no record
