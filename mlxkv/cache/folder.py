@@ -17,8 +17,8 @@ from pathlib import Path
 
 from .index import FILE, SUFFIX, Entry, Index
 from .keys import pack
-from .record import MissingRecord, Reader, RecordError
-from .tensors import RECORD_KINDS
+from .record import Meta, MissingRecord, Reader, RecordError
+from .tensors import RECORD_KINDS, ROW_KINDS
 
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # bford.info/cachedir: backups pass the folder over
 QUARANTINE_LIMIT = 64 << 20
@@ -252,7 +252,10 @@ def _alive(pid: int) -> bool:
 
 def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path, used: float | None = None) -> None:
     """Enter a record without an index row after its header verifies; one that does not is set aside. ``used``: when
-    it was used last, seconds; now, if nobody knows."""
+    it was used last, seconds; now, if nobody knows.
+
+    Where an entry's rows and windows do not start at the same token (a merge was cut short), the later start counts:
+    a restore takes what it needs of a file that holds more."""
     try:
         with Reader.open(path) as reader:
             meta, size = reader.meta, os.fstat(reader.fd).st_size
@@ -263,6 +266,7 @@ def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path, 
     except RecordError as e:
         folder.set_aside(path, e.action)
         return
+    cut = _latest_cut(folder, index, meta)
     index.add_root(meta.root, meta.model, meta.fingerprint, meta.compute, meta.layout, meta.block)
     entry = Entry(
         meta.key,
@@ -270,8 +274,7 @@ def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path, 
         meta.parent,
         meta.start,
         meta.end,
-        meta.row_start,
-        meta.base,
+        *cut,
         pack(meta.tokens),
         frozenset(),
     )
@@ -281,3 +284,15 @@ def adopt(folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path, 
             answer = json.loads(meta.answer)
             last = None if answer["last"] is None else int(answer["last"])
             index.add_answer(bytes.fromhex(answer["digest"]), meta.key, int(answer["start"]), last)
+
+
+def _latest_cut(folder: CacheFolder, index: Index, meta: Meta) -> tuple[int, bytes | None]:
+    """Where the rows start that all records of an entry have, and what has those before: ``meta``'s own, or those of
+    another record of it that the index knows."""
+    cut = (meta.row_start, meta.base)
+    others = {*ROW_KINDS} - {meta.kind} if meta.kind in ROW_KINDS else set()
+    for kind in others & {kind for kind, _ in index.records_of(meta.key)}:
+        with contextlib.suppress(RecordError), Reader.open(folder.file(meta.key, kind)) as other:
+            if (other.meta.key, other.meta.kind) == (meta.key, kind) and other.meta.row_start > cut[0]:
+                cut = (other.meta.row_start, other.meta.base)
+    return cut

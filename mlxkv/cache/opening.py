@@ -116,6 +116,12 @@ def _reconcile(folder: CacheFolder, index: Index, alone: bool, trust: bool, uncl
                     elif not folder.holds(key, kind):
                         index.drop_record(key, kind)
                         _read_again(folder, index, key)
+    if gone or orphans or trust:  # files do not say into which block the rows of a leaf were merged
+        lost = index.without_rows()
+        for i in range(0, len(lost), step):
+            with index.transaction(checked=False):
+                for key in lost[i : i + step]:
+                    index.link(key)
     for key, kind in map(parse, orphans):  # what could not be taken in weighs all the same
         if kind not in dict(index.records_of(key)):
             inside += weight(folder.file(key, kind))
