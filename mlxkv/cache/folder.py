@@ -296,3 +296,19 @@ def _latest_cut(folder: CacheFolder, index: Index, meta: Meta) -> tuple[int, byt
             if (other.meta.key, other.meta.kind) == (meta.key, kind) and other.meta.row_start > cut[0]:
                 cut = (other.meta.row_start, other.meta.base)
     return cut
+
+
+def link(folder: CacheFolder, index: Index, key: bytes) -> None:
+    """Have a leaf whose state is here and whose rows are not hang on a full block that has them too, if there is one:
+    they were merged into it, and files do not say so. Within a transaction. Raises OSError."""
+    leaf = index.entry(key)
+    if leaf is None or "state" not in leaf.kinds or leaf.row_start == leaf.end:
+        return
+    for full in index.longer(leaf.parent, leaf.tokens):
+        rows = full.kinds & {*ROW_KINDS}
+        if full.root == leaf.root and "rows" in rows and rows - leaf.kinds:
+            index.merged(key, full.key)
+            for kind in sorted(rows & leaf.kinds):  # what is left of them is of no use
+                folder.remove(key, kind)
+                index.drop_record(key, kind)
+            return

@@ -380,27 +380,17 @@ class Index:
                 (entry.key, kind, size),
             )
 
-    def link(self, key: bytes) -> bool:
-        """If an entry has lost its rows, have it hang on a full block that has them too; False if there is none. Within
-        a transaction."""
-        entry = self.entry(key)
-        if entry is None or "rows" in entry.kinds or entry.row_start == entry.end:
-            return False
-        for full in self.longer(entry.parent, entry.tokens):
-            if full.root == entry.root and "rows" in full.kinds:
-                self.merged(key, full.key)
-                return True
-        return False
-
     def merged(self, key: bytes, into: bytes) -> None:
         """The rows of a leaf are to be found in a full block. Within a transaction."""
         self._db.execute("UPDATE entries SET row_start = end, base = ? WHERE key = ?", (into, key))
 
     def without_rows(self) -> list[bytes]:
-        """Entries whose rows should be there and are not."""
+        """Entries that have a state, but not the rows and windows that others of their key space have."""
         found = self._db.execute(
-            "SELECT key FROM entries e WHERE row_start < end"
-            " AND NOT EXISTS (SELECT 1 FROM records r WHERE r.key = e.key AND r.kind = 'rows')"
+            "SELECT e.key FROM entries e JOIN records s ON s.key = e.key AND s.kind = 'state' WHERE e.row_start < e.end"
+            " AND (NOT EXISTS (SELECT 1 FROM records r WHERE r.key = e.key AND r.kind = 'rows')"
+            " OR (NOT EXISTS (SELECT 1 FROM records r WHERE r.key = e.key AND r.kind = 'window') AND e.root IN"
+            " (SELECT DISTINCT w.root FROM records r JOIN entries w ON w.key = r.key WHERE r.kind = 'window')))"
         )
         return [key for (key,) in found]
 

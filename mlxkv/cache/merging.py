@@ -46,7 +46,7 @@ SELECT DISTINCT (
     AND f.tokens < e.tokens || x'ffffffffffffffff' AND f.end - f.start = o.block AND f.row_start < e.end LIMIT 1
 ) AS block
 FROM entries e JOIN roots o ON o.root = e.root
-JOIN records r ON r.key = e.key AND r.kind = iif(e.row_start < e.end, 'rows', 'window')
+JOIN records r ON r.key = e.key AND (r.kind = 'window' OR (r.kind = 'rows' AND e.row_start < e.end))
 WHERE e.end - e.start < o.block AND o.layout = ? AND o.block = ?
   AND NOT EXISTS (SELECT 1 FROM entries d WHERE d.base = e.key) AND block IS NOT NULL
 """

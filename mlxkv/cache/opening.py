@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-from .folder import CacheFolder, FolderRefused, adopt, parse, weight
+from .folder import CacheFolder, FolderRefused, adopt, link, parse, weight
 from .index import FILE, LOOK_UPS, PAGE, TABLES, VERSION, Index, OverBudget
 from .lock import FolderLock, LockRefused
 from .record import Reader, RecordError
@@ -121,7 +121,7 @@ def _reconcile(folder: CacheFolder, index: Index, alone: bool, trust: bool, uncl
         for i in range(0, len(lost), step):
             with index.transaction(checked=False):
                 for key in lost[i : i + step]:
-                    index.link(key)
+                    link(folder, index, key)
     for key, kind in map(parse, orphans):  # what could not be taken in weighs all the same
         if kind not in dict(index.records_of(key)):
             inside += weight(folder.file(key, kind))

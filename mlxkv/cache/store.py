@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ConfigError
-from .folder import CacheFolder, FolderRefused, adopt
+from .folder import CacheFolder, FolderRefused, adopt, link
 from .index import Entry
 from .inspect import stats as stats  # part of the store's interface
 from .keeper import Keeper
@@ -374,7 +374,7 @@ class PrefixStore:
                 if error.action == "adopt":  # files that disagree: this one would be nobody's, and not counted
                     self.folder.remove(entry.key, kind)
                 self.index.drop_record(entry.key, kind)
-                self.index.link(entry.key)  # they may have been merged
+                link(self.folder, self.index, entry.key)  # they may have been merged
                 self.ledger.count()
 
     def _fault(self, reason: str, detail: str) -> str:

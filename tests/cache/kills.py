@@ -37,6 +37,8 @@ def victim(model: str, folder: str, seed: int) -> None:
         for prompt in batch:
             ask(MODELS[model], store, prompt, ends=(rng.randint(1, 9),), more=(1, 2, 3))
         assert store.writer.flush(20) and not store.writer.counters.faults
+        if rng.random() < 0.5:
+            store.writer.merge()
         for prompt in batch:
             print(json.dumps([os.getpid(), prompt]), flush=True)
 
