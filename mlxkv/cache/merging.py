@@ -40,15 +40,18 @@ WHERE e.base IS NOT NULL AND e.end - e.start = o.block AND o.layout = ? AND o.bl
 """
 #: full blocks that have rows which a leaf has too, on which nothing hangs
 _TWICE = """
--- or the windows of a leaf whose rows went already
-SELECT DISTINCT (
-  SELECT f.key FROM entries f WHERE f.parent = e.parent AND f.tokens > e.tokens
-    AND f.tokens < e.tokens || x'ffffffffffffffff' AND f.end - f.start = o.block AND f.row_start < e.end LIMIT 1
-) AS block
-FROM entries e JOIN roots o ON o.root = e.root
-JOIN records r ON r.key = e.key AND (r.kind = 'window' OR (r.kind = 'rows' AND e.row_start < e.end))
-WHERE e.end - e.start < o.block AND o.layout = ? AND o.block = ?
-  AND NOT EXISTS (SELECT 1 FROM entries d WHERE d.base = e.key) AND block IS NOT NULL
+SELECT DISTINCT block FROM (
+  SELECT (
+    SELECT f.key FROM entries f WHERE f.parent = e.parent AND f.tokens > e.tokens
+      AND f.tokens < CAST(e.tokens || x'ffffffffffffffff' AS BLOB) AND f.end - f.start = o.block AND f.row_start < e.end
+    ORDER BY f.row_start LIMIT 1
+  ) AS block
+  FROM entries e JOIN roots o ON o.root = e.root
+  -- or the windows of a leaf whose rows went already
+  JOIN records r ON r.key = e.key AND (r.kind = 'window' OR (r.kind = 'rows' AND e.row_start < e.end))
+  WHERE o.layout = ? AND o.block = ? AND e.end - e.start < o.block
+    AND NOT EXISTS (SELECT 1 FROM entries d WHERE d.base = e.key)
+) WHERE block IS NOT NULL
 """
 
 
