@@ -221,8 +221,9 @@ class PrefixStore:
             try:
                 restorer.run(plan, state, capacity)
             except RestoreFailed as e:
-                other = isinstance(e.error, OtherRows) and (e.entry.key, e.kind) not in adopted
-                if other and self._adopt(e.entry, e.kind):
+                first = (e.entry.key, e.kind) not in adopted
+                other = isinstance(e.error, OtherRows) and first and self._adopt(e.entry, e.kind)
+                if other or (first and self._merged(e)):
                     adopted.add((e.entry.key, e.kind))
                     plan = again()
                     continue
@@ -364,6 +365,15 @@ class PrefixStore:
         except (sqlite3.Error, OSError):
             return False
         return True
+
+    def _merged(self, failed: RestoreFailed) -> bool:
+        """Whether a leaf's rows are gone because they were merged into a block after the plan was made."""
+        if failed.kind == "state" or not isinstance(failed.error, MissingRecord):
+            return False
+        with contextlib.suppress(sqlite3.Error):
+            now = self.index.entry(failed.entry.key)
+            return now is not None and now.row_start == now.end != failed.entry.row_start
+        return False
 
     def _discard(self, failed: RestoreFailed) -> None:
         entry, kind, error = failed.entry, failed.kind, failed.error
