@@ -53,6 +53,11 @@ SELECT DISTINCT block FROM (
     AND NOT EXISTS (SELECT 1 FROM entries d WHERE d.base = e.key)
 ) WHERE block IS NOT NULL
 """
+#: the same, of the blocks that were written or used since then
+_RECENT = """
+SELECT e.key FROM entries e JOIN roots o ON o.root = e.root
+WHERE o.layout = ? AND o.block = ? AND e.used > ? AND e.end - e.start = o.block
+"""
 
 
 class Merger:
@@ -77,35 +82,42 @@ class Merger:
         self._index, self._counters = commit.index, commit.counters
         self._failed: set[bytes] = set()  # a look-up will find out why, and say so
         self._room = True
+        self._since: float | None = None  # nothing was in two places then
 
     def run(self) -> bool:
         """Merge what can be merged; False if something came between. Raises OSError, sqlite3.Error."""
         mine = (self._layout.digest, self._block)
-        self._room = True
-        for query in (_IN_PIECES, _TWICE):
+        now, self._room = self._index.used(), True
+        twice = (_TWICE, mine) if self._since is None else (_RECENT, (*mine, self._since))
+        for query, values in ((_IN_PIECES, mine), twice):
             if self._interrupted():
                 return False
-            for (key,) in self._index.execute(query, mine).fetchall():
+            for (key,) in self._index.execute(query, values).fetchall():
                 if self._interrupted():
                     return False
                 full = self._index.entry(key)
                 if full is None or key in self._failed:
                     continue
                 try:
-                    self._merge(full)
-                    self._absorb(key)
+                    if self._merge(full) or query is not _IN_PIECES:
+                        self._absorb(key)
                 except RecordError as e:
                     self._failed.add(key)
                     log.info("the pieces of %s are not merged: %s", key.hex()[:12], e)
+        if self._interrupted():
+            return False
+        if self._room:
+            self._since = now
         return True
 
     # the block
 
-    def _merge(self, full: Entry) -> None:
-        """Write one file for the block and the pieces that nothing else hangs on. Raises RecordError."""
+    def _merge(self, full: Entry) -> bool:
+        """Write one file for the block and the pieces that nothing else hangs on; False if there are none, or no room.
+        Raises RecordError."""
         pieces = self._own_pieces(full)
         if len(pieces) < 2 or not self._room or not self._planner(full.root).complete(full.key):
-            return
+            return False
         draft = self._joined(pieces)
 
         def enter() -> int:
@@ -117,10 +129,12 @@ class Merger:
                 return 0
             return self._enter(draft.meta, self._layout.row_kinds)
 
-        if self._write(draft, enter):
-            self._counters.merged_blocks += 1
-            if self._ram.open(full.key, "rows") is not None:  # in place of the block's last piece
-                self._ram.put(draft)
+        if not self._write(draft, enter):
+            return False
+        self._counters.merged_blocks += 1
+        if self._ram.open(full.key, "rows") is not None:  # in place of the block's last piece
+            self._ram.put(draft)
+        return True
 
     def _write(self, draft: Draft, enter: Callable[[], int]) -> bool:
         """False if the day's write budget or the folder has no room for it: then nothing more is tried this time."""
