@@ -28,7 +28,7 @@ from .layout import Layout
 from .planner import Planner
 from .policy import may_write
 from .ram import Draft, Ram
-from .record import Body, Meta, Reader, RecordError
+from .record import Body, Meta, MissingRecord, Reader, RecordError
 from .tensors import ROW_KINDS
 
 log = logging.getLogger("mlxkv.cache")
@@ -102,7 +102,8 @@ class Merger:
                     if self._merge(full) or query is not _IN_PIECES:
                         self._absorb(key)
                 except RecordError as e:
-                    self._failed.add(key)
+                    if not isinstance(e, MissingRecord):  # another process was first
+                        self._failed.add(key)
                     log.info("the pieces of %s are not merged: %s", key.hex()[:12], e)
         if self._interrupted():
             return False
@@ -203,8 +204,9 @@ class Merger:
                 continue
             if self._interrupted():
                 return
-            if leaf.row_start == leaf.end:  # all that may be left is a window
-                self._drop(leaf, full, {"window"})
+            if leaf.row_start == leaf.end:
+                if "window" in leaf.kinds:  # left when its rows went
+                    self._drop(leaf, full, {"window"})
                 continue
             answers = self._index.execute(
                 "SELECT digest, start, last FROM answers WHERE key = ? ORDER BY start DESC", (leaf.key,)
@@ -245,7 +247,8 @@ class Merger:
             for kind in going:
                 self._folder.remove(leaf.key, kind)
                 self._counters.merged_files += 1
-            self._index.merged(leaf.key, full.key)
+            if leaf.row_start < leaf.end:
+                self._index.merged(leaf.key, full.key)
             for kind in going:
                 self._index.drop_record(leaf.key, kind)
         self._forget(leaf)
