@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from .eviction import free
-from .folder import CacheFolder, adopt, is_record, parse
+from .folder import CacheFolder, adopt, is_record, link, parse
 from .index import Index, IndexReplaced, OverBudget
 
 log = logging.getLogger("mlxkv.cache")
@@ -93,9 +93,22 @@ def take_in_all(
         if time.monotonic() > until:
             return False
         done += take_in_last(folder, index, files, min(_LARGE, total - done))
+    if most is None:
+        link_lost(folder, index)
     if progress is not None:
         progress(total, total)
     return True
+
+
+def link_lost(folder: CacheFolder, index: Index) -> None:
+    """Have leaves whose rows were merged into a full block hang on it: their own files do not say so. Raises
+    sqlite3.Error, OSError."""
+    lost = index.without_rows()
+    most = step(index)
+    for i in range(0, len(lost), most):
+        with index.transaction(checked=False):  # it only gives back
+            for key in lost[i : i + most]:
+                link(folder, index, key)
 
 
 def _later(*moments: object) -> float:
@@ -177,4 +190,5 @@ class Adopter:
             spent += time.thread_time()
             self._stop.wait(max(_PAUSE, spent * (_REST_BUSY if self._busy() else _REST)))
         if not files:
+            link_lost(self._folder, index)
             log.info("%d records were taken into the index in %.0f s", total, time.monotonic() - started)

@@ -1,7 +1,7 @@
 """The catalogue: what is stored in a cache folder, what hangs on what, and what may be removed first. No MLX.
 
-An entry *hangs on* its parent (the full block before it) and on its base (the piece that has the rows before its own).
-An entry on which nothing hangs is a *tip*: the end of a conversation, as far as it is stored.
+An entry *hangs on* its parent (the full block before it) and on its base (what has the rows before its own, or, for a
+leaf that was merged, all of them). An entry on which nothing hangs is a *tip*.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class Item:
     @property
     def bytes(self) -> int:
         return sum(self.sizes.values())
+
+    @property
+    def merged(self) -> bool:
+        """A leaf whose rows are in a full block, its base."""
+        return self.row_start == self.end
 
     @property
     def hangs_on(self) -> tuple[bytes, ...]:
@@ -262,6 +267,14 @@ class Forest:
     def tips(self) -> list[Item]:
         return [item for item in self.items.values() if not self.hanging(item.key)]
 
+    def is_end(self, item: Item) -> bool:
+        """Whether nothing that was stored goes on from here: leaves that were merged into a block do not."""
+        return not item.merged and all(other.merged for other in self.hanging(item.key))
+
+    def ends(self) -> list[Item]:
+        """The ends of conversations, as far as they are stored."""
+        return [item for item in self.items.values() if self.is_end(item)]
+
     def kinds(self, root: bytes) -> tuple[str, ...]:
         """The record kinds that entries of this key space have, and so the kinds that their layout calls for."""
         return tuple(kind for kind in RECORD_KINDS if kind in self._kinds.get(root, ()))
@@ -272,16 +285,18 @@ class Forest:
         need = [kind for kind in self.kinds(item.root) if kind != "state"]
         out: list[Item] = []
         seen: set[bytes] = set()
-        at = item
+        at, upto = item, item.end
         while at.key not in seen:
             seen.add(at.key)
-            if lacking := [kind for kind in need if kind not in at.sizes]:
-                return out[::-1], f"the {' and '.join(lacking)} of {_short(at.key)} are gone"
-            out.append(at)
-            if at.base is not None:
+            if at.row_start < upto:
+                if lacking := [kind for kind in need if kind not in at.sizes]:
+                    return out[::-1], f"the {' and '.join(lacking)} of {_short(at.key)} are gone"
+                out.append(at)
+                upto = at.row_start
+            if at.base is not None and upto > at.start:
                 before = self.items.get(at.base)
-                if before is None or (before.parent, before.end) != (at.parent, at.row_start):
-                    return out[::-1], f"{_short(at.base)}, which has the rows before {at.row_start:,}, is gone"
+                if before is None or (before.parent, before.start) != (at.parent, at.start) or before.end < upto:
+                    return out[::-1], f"{_short(at.base)}, which has the rows before {upto:,}, is gone"
             elif at.parent == item.root:
                 return out[::-1], None if at.start == 0 == at.row_start else f"nothing is stored before {at.start:,}"
             else:
@@ -313,8 +328,19 @@ class Forest:
 
 
 def removal_order(items: Iterable[Item]) -> list[Item]:
-    """Children before parents, pieces last: what hangs on an entry always ends behind it."""
-    return sorted(items, key=lambda item: (-item.end, item.used))
+    """Children before parents, and within a block what hangs on others before those."""
+    known = {item.key: item for item in items}
+
+    def depth(item: Item) -> int:
+        """How many others of the same block an entry hangs on."""
+        steps, seen = 0, {item.key}
+        while item.base in known and item.base not in seen:
+            item = known[item.base]
+            seen.add(item.key)
+            steps += 1
+        return steps
+
+    return sorted(known.values(), key=lambda item: (-item.start, -depth(item), item.used))
 
 
 def _short(key: bytes) -> str:

@@ -218,6 +218,9 @@ def give_up(
     for i in range(0, len(units), step):
         with index.transaction():
             for unit in units[i : i + step]:
+                if index.last_used(unit.key) is None:  # its state was all that it had, and went before
+                    gone.append((unit, 0, 0))
+                    continue
                 if not _still(index, unit):
                     continue
                 mine = [r for r in index.records_of(unit.key) or [("", 0)] if (r[0] == "state") == unit.state]

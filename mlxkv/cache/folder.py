@@ -18,8 +18,8 @@ from pathlib import Path
 
 from .index import FILE, SUFFIX, Entry, Index
 from .keys import pack
-from .record import MissingRecord, Reader, RecordError
-from .tensors import RECORD_KINDS
+from .record import Meta, MissingRecord, Reader, RecordError
+from .tensors import RECORD_KINDS, ROW_KINDS
 
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # bford.info/cachedir: backups pass the folder over
 QUARANTINE_LIMIT = 64 << 20
@@ -370,7 +370,10 @@ def adopt(
     folder: CacheFolder, index: Index, key: bytes, kind: str, path: Path | str, used: float | None = None
 ) -> None:
     """Enter a record without an index row after its header verifies; one that does not is set aside. ``used``: when
-    it was used last, seconds; now, if nobody knows. Within a transaction."""
+    it was used last, seconds; now, if nobody knows. Within a transaction.
+
+    Where an entry's rows and windows do not start at the same token (a merge was cut short), the later start counts:
+    a restore takes what it needs of a file that holds more."""
     try:
         with Reader.open(path) as reader:
             meta, size = reader.meta, reader.size
@@ -383,14 +386,42 @@ def adopt(
             index.add("inside", weight(path))
             index.count("outside", folder.outside(index.writing()))
         return
+    cut = _latest_cut(folder, index, meta)
     index.add_root(meta.root, meta.model, meta.fingerprint, meta.compute, meta.layout, meta.block)
     packed = pack(meta.tokens)
-    entry = Entry(
-        meta.key, meta.root, meta.parent, meta.start, meta.end, meta.row_start, meta.base, packed, frozenset()
-    )
+    entry = Entry(meta.key, meta.root, meta.parent, meta.start, meta.end, *cut, packed, frozenset())
     index.add_entry(entry, {kind: size}, used)
     if meta.answer:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             answer = json.loads(meta.answer)
             last = None if answer["last"] is None else int(answer["last"])
             index.add_answer(bytes.fromhex(answer["digest"]), meta.key, int(answer["start"]), last)
+
+
+def _latest_cut(folder: CacheFolder, index: Index, meta: Meta) -> tuple[int, bytes | None]:
+    """Where the rows start that all records of an entry have, and what has those before: ``meta``'s own, or those of
+    another record of it that the index knows."""
+    cut = (meta.row_start, meta.base)
+    others = {*ROW_KINDS} - {meta.kind} if meta.kind in ROW_KINDS else set()
+    for kind in others & {kind for kind, _ in index.records_of(meta.key)}:
+        with contextlib.suppress(RecordError), Reader.open(folder.file(meta.key, kind)) as other:
+            if (other.meta.key, other.meta.kind) == (meta.key, kind) and other.meta.row_start > cut[0]:
+                cut = (other.meta.row_start, other.meta.base)
+    return cut
+
+
+def link(folder: CacheFolder, index: Index, key: bytes) -> None:
+    """Have a leaf whose state is here and whose rows are not hang on a full block that has them too, if there is one:
+    they were merged into it, and files do not say so. Not while records of the leaf wait to be taken in. Within a
+    transaction. Raises OSError."""
+    leaf = index.entry(key)
+    if leaf is None or "state" not in leaf.kinds or leaf.row_start == leaf.end or index.waiting_of(key):
+        return
+    for full in index.longer(leaf.parent, leaf.tokens):
+        rows = full.kinds & {*ROW_KINDS}
+        if full.root == leaf.root and "rows" in rows and rows - leaf.kinds:
+            index.merged(key, full.key)
+            for kind in sorted(rows & leaf.kinds):  # what is left of them is of no use
+                folder.remove(key, kind)
+                index.drop_record(key, kind)
+            return

@@ -45,6 +45,11 @@ class Destination:
             return []
         return [head[a:b].reshape(-1).view(np.uint8).data for head in self._host[0]]
 
+    def put_rows(self, a: int, rows: np.ndarray) -> None:
+        """Fill the rows from ``a`` on with a copy of ``rows`` [1, heads, n, width]."""
+        assert self._host is not None
+        self._host[:, :, a : a + rows.shape[2]] = rows
+
     def copy(self) -> np.ndarray:
         """A host copy of what is there."""
         assert self._host is not None

@@ -99,7 +99,10 @@ def shm_room(wal: int) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """A block or leaf: tokens [start, end) after ``parent``; its rows cover [row_start, end), ``base`` has the rest."""
+    """A block or leaf: tokens [start, end) after ``parent``; its rows cover [row_start, end), ``base`` has the rest.
+
+    A leaf whose rows were merged into a full block has none of its own: ``row_start == end``, ``base`` is that block.
+    """
 
     key: bytes
     root: bytes
@@ -326,6 +329,17 @@ class Index:
                 below = tokens[: 4 * shared] + b"\0"
         return sorted(out, key=lambda e: e.end, reverse=True)
 
+    def longer(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        """Full blocks that hang on ``parent`` and begin with ``tokens``, at most 8; those with all their rows in one
+        place first."""
+        found = self._db.execute(
+            self._ENTRY + "e.parent = ? AND e.tokens > ? AND e.tokens < ? AND e.row_start < e.end"
+            " AND e.end - e.start = (SELECT block FROM roots o WHERE o.root = e.root)"
+            " ORDER BY e.base IS NOT NULL LIMIT 8",
+            (parent, tokens, tokens + b"\xff" * 8),
+        ).fetchall()
+        return [e for row in found for e in self._sound(row) if e.tokens.startswith(tokens)]
+
     def roots(self) -> list[tuple[bytes, str, bytes, str, bytes, int]]:
         """(root, model, fingerprint, compute, layout, block) of every key space."""
         return self._db.execute("SELECT root, model, fingerprint, compute, layout, block FROM roots").fetchall()
@@ -441,6 +455,20 @@ class Index:
                 "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (key, kind) DO UPDATE SET bytes = excluded.bytes",
                 (entry.key, kind, size),
             )
+
+    def merged(self, key: bytes, into: bytes) -> None:
+        """The rows of a leaf are to be found in a full block. Within a transaction."""
+        self._db.execute("UPDATE entries SET row_start = end, base = ? WHERE key = ?", (into, key))
+
+    def without_rows(self) -> list[bytes]:
+        """Entries that have a state, but not the rows and windows that others of their key space have."""
+        found = self._db.execute(
+            "SELECT e.key FROM entries e JOIN records s ON s.key = e.key AND s.kind = 'state' WHERE e.row_start < e.end"
+            " AND (NOT EXISTS (SELECT 1 FROM records r WHERE r.key = e.key AND r.kind = 'rows')"
+            " OR (NOT EXISTS (SELECT 1 FROM records r WHERE r.key = e.key AND r.kind = 'window') AND e.root IN"
+            " (SELECT DISTINCT w.root FROM records r JOIN entries w ON w.key = r.key WHERE r.kind = 'window')))"
+        )
+        return [key for (key,) in found]
 
     def add_answer(self, digest: bytes, key: bytes, start: int, last: int | None) -> None:
         self._db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", (digest, key, start, last))

@@ -140,7 +140,7 @@ def describe(item: Item, forest: Forest, spaces: dict[bytes, Root]) -> dict[str,
         "chain_entries": len(chain),
         "chain_bytes": sum(link.bytes for link in chain),
         "used": moment(item.used),
-        "tip": not forest.hanging(item.key),
+        "tip": forest.is_end(item),
         "resumable": missing is None and forest.stands(item)[0] is None,
     }
 
@@ -178,9 +178,9 @@ def examine(folder: CacheFolder, index: Catalogue, key: bytes) -> dict[str, Any]
         "base": item.base.hex() if item.base else None,
         "records": records,
         "token_ids": unpack(entry.tokens),
-        "chain": [{"key": i.key.hex(), "start": i.row_start, "end": i.end} for i in links],
+        "chain": [{"key": i.key.hex(), "start": i.row_start, "end": min(i.end, item.end)} for i in links],
         "hanging": [
-            {"key": i.key.hex(), "start": i.row_start, "end": i.end, "as": "piece" if i.base == key else "child"}
+            {"key": i.key.hex(), "start": i.row_start, "end": i.end, "as": _as(i, key)}
             for i in sorted(forest.hanging(key), key=lambda i: (i.end, i.key))
         ],
         "answers_from": index.answers_at(key),
@@ -191,12 +191,18 @@ def examine(folder: CacheFolder, index: Catalogue, key: bytes) -> dict[str, Any]
     return found
 
 
+def _as(item: Item, key: bytes) -> str:
+    """What an entry is that hangs on ``key``."""
+    return "child" if item.base != key else "merged" if item.merged else "piece"
+
+
 def stats(path: Path) -> dict[str, Any]:
-    """``entries, records, waiting, bytes, written_today, by_model`` of a cache folder; zeros where there is none or it
-    cannot be read.
+    """``entries, records, waiting, bytes, written_today, merged_today, by_model`` of a cache folder; zeros where there
+    is none or it cannot be read.
 
     ``waiting`` are records that are still to be taken into the index (``adoption``) and not among the others; ``bytes``
-    is what a budget counts: the size of every regular file under the folder.
+    is what a budget counts: the size of every regular file under the folder. ``merged_today`` is that part of
+    ``written_today`` which merging wrote.
     """
     by_model: list[dict[str, Any]] = []
     waiting = 0
@@ -222,6 +228,7 @@ def stats(path: Path) -> dict[str, Any]:
         "waiting": waiting,
         "bytes": CacheFolder(path).size() if path.is_dir() else 0,
         "written_today": Daily(path).used(),
+        "merged_today": Daily(path).merged(),
         "by_model": by_model,
     }
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from .adoption import take_in_all
 from .eviction import Evicted, free
-from .folder import CacheFolder, adopt, parse
+from .folder import CacheFolder, adopt, parse, weight
 from .index import MISC_ROOM, PAGE, Index, OverBudget, shm_room, wal_room
 from .layout import Layout
 from .process import Process, this_process
@@ -144,8 +144,9 @@ class Ledger:
         for i in range(0, len(names), step):
             with contextlib.suppress(OverBudget), index.transaction():
                 for key, kind in map(parse, names[i : i + step]):
-                    if kind not in dict(index.records_of(key)):
-                        adopt(folder, index, key, kind, folder.file(key, kind))
+                    # of another size: written again, or others merged into it, in place of one that had been entered
+                    if dict(index.records_of(key)).get(kind) != weight(folder.file(key, kind)):
+                        adopt(folder, index, key, kind, folder.file(key, kind), index.last_used(key))
         for key, kind in map(parse, names):
             if kind not in dict(index.records_of(key)):
                 folder.remove(key, kind)

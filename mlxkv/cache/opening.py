@@ -9,8 +9,8 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-from .adoption import AT_ONCE, Progress, take_in_all
-from .folder import NONSENSE, CacheFolder, FolderRefused, Weighed, adopt, is_record, parse
+from .adoption import AT_ONCE, Progress, link_lost, take_in_all
+from .folder import NONSENSE, CacheFolder, FolderRefused, Weighed, adopt, is_record, link, parse
 from .index import (
     FILE,
     LOOK_UPS,
@@ -166,6 +166,8 @@ def _reconcile(folder: CacheFolder, index: Index, alone: bool, unclean: bool, at
     if orphans:
         _note(folder, index, orphans)
         take_in_all(folder, index, most=at_once)
+    if orphans or gone:
+        link_lost(folder, index)
 
 
 def _note(folder: CacheFolder, index: Index, names: set[str]) -> None:
@@ -239,6 +241,8 @@ def _build(folder: CacheFolder, budget: Callable[[int], int] | None, progress: P
                 adopt(folder, index, *parse(name), folder.path_of(name), files.written[i])
             if progress is not None:
                 progress(len(newest), len(newest))
+            for key in index.without_rows():
+                link(folder, index, key)
             index.finish()
         finally:
             index.close()

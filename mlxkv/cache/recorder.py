@@ -78,7 +78,7 @@ class Recorder:
     #: tokens whose records were handed to the writer
     stored_tokens: int = 0
     # the block being filled hangs on _parent, the block before it on _before; rows up to _written are in entries,
-    # rows up to _flushed are on the host; _base is the leaf that ends at _written
+    # rows up to _flushed are on the host; _base has the rows before _written
     _parent: bytes = b""
     _before: bytes | None = None
     _base: bytes | None = None
@@ -93,7 +93,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self._parent = self.plan.parent or self.space.root
         self._base = self.plan.base.key if self.plan.base else None
-        self._written = self.plan.base.end if self.plan.base else self._block_start(self.plan.position)
+        self._written = self.plan.position if self.plan.base else self._block_start(self.plan.position)
         self._flushed = self._written
 
     def _block_start(self, position: int) -> int:

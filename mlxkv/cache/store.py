@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from .adoption import AT_ONCE, Adopter, Progress
-from .folder import NONSENSE, CacheFolder, FolderRefused, adopt, only_writing_failed
-from .index import Index, damaged
+from .folder import NONSENSE, CacheFolder, FolderRefused, adopt, link, only_writing_failed
+from .index import Entry, Index, damaged
 from .inspect import stats as stats  # part of the store's interface
 from .keeper import Keeper
 from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
@@ -21,6 +21,7 @@ from .layout import Layout
 from .ledger import SHARE, Ledger, default_budget, minimum
 from .lock import FolderLock, LockRefused
 from .lookup import Lookup
+from .merging import Merger
 from .opening import open_index
 from .planner import Plan, Planner
 from .policy import Policy
@@ -110,6 +111,17 @@ class PrefixStore:
             floor=disk_floor,
             idle_s=policy.idle_s,
             name="mlxkv-writer",
+            merger=lambda commit, interrupted: Merger(
+                self.folder,
+                commit,
+                lambda root: Planner(commit.index, KeySpace(root, block), layout),
+                layout,
+                block,
+                self.ram,
+                daily=policy.daily,
+                pinned=lambda: self._pinned,
+                interrupted=interrupted,
+            ),
             busy=self._busy,
         )
         self.adopter = self._adopt_behind()
@@ -265,12 +277,19 @@ class PrefixStore:
         try:
             if not self.index.any_waiting():
                 return True
-            take_in_prompt(self.folder, self.view, planner.space, tokens, lambda: planner.plan(tokens, limit).position)
+            found = take_in_prompt(
+                self.folder,
+                self.view,
+                planner.space,
+                tokens,
+                lambda: planner.plan(tokens, limit).position,
+                self.layout.row_kinds,
+            )
         except (sqlite3.Error, OSError) as e:  # another process writes: what waits is a miss
             self.folder.suspect(e)
             return False
         # who shares the first tokens of a block only cannot be asked for
-        return not self.layout.growing_only
+        return found and not self.layout.growing_only
 
     def restore(
         self, plan: Plan, tokens: list[int], new_state: Callable[[], SequenceState], capacity: int, salt: str = ""
@@ -299,7 +318,9 @@ class PrefixStore:
             try:
                 restorer.run(plan, state, capacity)
             except RestoreFailed as e:
-                if isinstance(e.error, OtherRows) and (e.entry.key, e.kind) not in adopted and self._adopt(e):
+                first = (e.entry.key, e.kind) not in adopted
+                other = isinstance(e.error, OtherRows) and first and self._adopt(e.entry, e.kind)
+                if other or (first and self._merged(e)):
                     adopted.add((e.entry.key, e.kind))
                     plan = again()
                     continue
@@ -310,8 +331,8 @@ class PrefixStore:
                     failure = failure or (e.error.reason if plan.position < limit else None)
                     continue
                 # rows without their state: said as a look-up after a restart would say it
-                rows = self.folder.file(e.entry.key, "rows")
-                gone = e.kind == "state" and isinstance(e.error, MissingRecord) and rows.exists()
+                rows = e.entry.row_start == e.entry.end or self.folder.file(e.entry.key, "rows").exists()
+                gone = e.kind == "state" and isinstance(e.error, MissingRecord) and rows
                 failure = failure or ("no_state" if gone else e.error.reason)
                 bad.add((e.entry.key, e.kind))
                 self._discard(e)
@@ -323,7 +344,10 @@ class PrefixStore:
                 continue
             finally:
                 self._pinned = frozenset()
-            self._note_use(plan.pieces[-1].entry.key)  # what the last piece hangs on stays as long as it does
+            for entry in restorer.other.values():
+                self._adopt(entry)
+            # what it hangs on stays as long as it does
+            self._note_use(plan.state.key if plan.state is not None else plan.pieces[-1].entry.key)
             reason = failure or plan.reason if plan.position < limit else None
             source = "ssd" if "ssd" in restorer.used else "ram"
             return state, Lookup(plan.position, source, reason, None if reason is None else plan.position), plan
@@ -427,18 +451,27 @@ class PrefixStore:
         # the nearest miss tells most: the same weights under other numerics, rather than some other model
         return next((r for r in ("other_numerics", "other_layout", "other_model") if r in found), None)
 
-    def _adopt(self, failed: RestoreFailed) -> bool:
-        """Have the index say of an entry's rows what its files say; if they disagree, what the one that failed says."""
-        key = failed.entry.key
-        log.info("the index is corrected: %s", failed)
+    def _adopt(self, entry: Entry, failed: str = "") -> bool:
+        """Have the index say of an entry's rows what its files say; last the one of the kind that ``failed``."""
+        key = entry.key
+        log.info("the index is corrected: the rows of %s start elsewhere than it says", key.hex()[:12])
         try:
             with self.index.transaction(checked=False):  # the files are there, whatever they weigh
-                for kind in sorted(failed.entry.kinds - {"state"}, key=lambda k: k == failed.kind):
+                for kind in sorted(entry.kinds - {"state"}, key=lambda k: k == failed):
                     adopt(self.folder, self.index, key, kind, self.folder.file(key, kind))
                 self.ledger.count()  # what failed is in quarantine now
         except (sqlite3.Error, OSError):
             return False
         return True
+
+    def _merged(self, failed: RestoreFailed) -> bool:
+        """Whether a leaf's rows are gone because they were merged into a block after the plan was made."""
+        if failed.kind == "state" or not isinstance(failed.error, MissingRecord):
+            return False
+        with contextlib.suppress(sqlite3.Error):
+            now = self.index.entry(failed.entry.key)
+            return now is not None and now.row_start == now.end != failed.entry.row_start
+        return False
 
     def _discard(self, failed: RestoreFailed) -> None:
         entry, kind, error = failed.entry, failed.kind, failed.error
@@ -449,6 +482,7 @@ class PrefixStore:
                 if error.action == "adopt":  # files that disagree: this one would be nobody's, and not counted
                     self.folder.remove(entry.key, kind)
                 self.index.drop_record(entry.key, kind)
+                link(self.folder, self.index, entry.key)  # they may have been merged
                 self.ledger.count()
 
     def _fault(self, reason: str, detail: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .adoption import Progress
 from .folder import CacheFolder, FolderRefused
-from .index import FILE, LOOK_UPS, TABLES, VERSION, Index
+from .index import FILE, LOOK_UPS, TABLES, VERSION, Entry, Index
 from .keys import Identity
 from .layout import Layout
 from .restore import RestoreFailed
@@ -53,7 +53,7 @@ class UnwrittenStore(PrefixStore):
     def _renew(self) -> None:
         pass  # there is nothing to lose
 
-    def _adopt(self, failed: RestoreFailed) -> bool:
+    def _adopt(self, entry: Entry, failed: str = "") -> bool:
         return False
 
     def _discard(self, failed: RestoreFailed) -> None:

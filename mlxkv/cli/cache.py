@@ -49,6 +49,8 @@ def stats(flags: Flags, as_json: AsJson = False) -> None:
         typer.echo(f"  {count(found['waiting'], 'record')} not yet in the index; a run takes them in behind")
     limit = Policy().daily if settings.write_budget is None else settings.write_budget
     typer.echo(f"  written today: {size(found['written_today'])} of at most {size(limit)}")
+    if found["merged_today"]:
+        typer.echo(f"  of that, to merge the pieces of blocks: {size(found['merged_today'])}")
 
 
 def _line(found: dict[str, Any]) -> str:
@@ -110,7 +112,7 @@ def _listing(
     forest, spaces = Forest(index.items()), index.spaces()
     names = {key: space.model for key, space in spaces.items()}
     wanted = choose_model(model, set(names.values()))
-    items = list(forest.items.values()) if everything else forest.tips()
+    items = list(forest.items.values()) if everything else forest.ends()
     items = [item for item in items if wanted is None or names.get(item.root) == wanted]
     items.sort(key=lambda item: (-item.used, -item.end, item.key))
     shown = []

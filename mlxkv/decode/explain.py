@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..cache.index import Entry
 from ..cache.lookup import REASONS, Lookup
 from ..cache.planner import Planner
 from ..cache.restore import RestoreFailed
@@ -40,10 +41,13 @@ class LookingStore(PrefixStore):
         self.index.freeze(False)
         super().close(timeout)
 
-    def _adopt(self, failed: RestoreFailed) -> bool:
+    def _busy(self) -> bool:
+        return True  # no pieces are merged
+
+    def _adopt(self, entry: Entry, failed: str = "") -> bool:
         self.index.freeze(False)  # an index that is put right shows what a request would find
         try:
-            return super()._adopt(failed)
+            return super()._adopt(entry, failed)
         finally:
             self.index.freeze()
 

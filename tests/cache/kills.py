@@ -59,6 +59,8 @@ def victim(model: str, folder: str, seed: int) -> None:
 
     def durable(store: PrefixStore, batch: list[list[int]]) -> None:
         assert store.writer.flush(20) and not store.writer.counters.faults
+        if rng.random() < 0.5:
+            store.writer.merge()
         for prompt in batch:
             say(prompt)
 

@@ -112,6 +112,24 @@ class StoreMachine(RuleBasedStateMachine):
                 assert again.reason is None, again
                 assert not store.faults and not store.writer.counters.faults
 
+    @rule(slot=st.integers(0, 1), cut=st.integers(0, 40))
+    def merge(self, slot: int, cut: int) -> None:
+        """The store has nothing else to do: the pieces of blocks are merged, and nothing is lost by it."""
+        if (opened := self.stores[slot]) is None:
+            return
+        model, store = opened
+        assert store.writer.flush(20)
+        prompts = [p[: max(1, len(p) - cut % 7)] for p in self.prompts] if self.pristine else []
+        before = [ask(model, store, p, keep=False) for p in prompts]
+        store.writer.merge()
+        assert store.writer.flush(20)
+        for prompt, was in zip(prompts, before, strict=True):
+            now = ask(model, store, prompt, keep=False)
+            assert (now.tokens, now.reason) == (was.tokens, was.reason), f"{prompt}: {was}, merged {now}"
+        if self.pristine:
+            assert not store.faults and not store.writer.counters.faults
+            verify(self.folder, store)
+
     # loss and damage
 
     @rule(slot=st.integers(0, 1), tenths=st.integers(1, 10))
