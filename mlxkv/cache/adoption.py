@@ -3,8 +3,9 @@ verifies.
 
 They wait where an index was built again, or where many files came from elsewhere: reading 100,000 headers takes longer
 than anyone waits for a folder to open. The newest are taken in at once, what a look-up asks for when it asks, and the
-rest *behind*, newest first, by a thread with an index of its own that never touches MLX. A file weighs the same before
-and after, and while it waits the ledger keeps room for its row: adoption fits where the folder did. A portion is one
+rest *behind*, in the order of their names (neighbours share pages of the index: in another order each would cost
+several times as many), by a thread with an index of its own that never touches MLX. A file weighs the same before and
+after, and while it waits the ledger keeps room for its row: adoption fits where the folder did. A portion is one
 transaction; whoever finds a file taken in by another process goes on with the next.
 """
 
@@ -32,7 +33,7 @@ _PAGES = 24
 #: records in one transaction: of the thread, so that it holds neither the index nor the interpreter for long; of
 #: who waits for all of them
 _SMALL, _LARGE = 32, 128
-#: seconds of rest for each second of work, while nothing else goes on and while a request runs
+#: seconds of rest for each second of computing, while nothing else goes on and while a request runs
 _REST, _REST_BUSY = 4.0, 20.0
 _PAUSE = 0.01
 #: seconds until the next try where another process writes the index
@@ -55,9 +56,9 @@ def take_in(folder: CacheFolder, index: Index, files: Iterable[tuple[str, float]
                 adopt(folder, index, key, kind, folder.path_of(name), _later(index.last_used(key), written))
 
 
-def take_in_newest(folder: CacheFolder, index: Index, files: list[tuple[str, float]], most: int) -> int:
-    """Adopt the last of ``files`` (oldest first), which are taken off the list, at most so many; returns how many.
-    Where the budget has no room for their rows, what was used least recently goes. Raises sqlite3.Error."""
+def take_in_last(folder: CacheFolder, index: Index, files: list[tuple[str, float]], most: int) -> int:
+    """Adopt the last of ``files``, which are taken off the list, at most so many; returns how many. Where the budget
+    has no room for their rows, what was used least recently goes. Raises sqlite3.Error."""
     most = min(most, step(index), len(files))
     portion = files[len(files) - most :]
     while portion:
@@ -72,19 +73,29 @@ def take_in_newest(folder: CacheFolder, index: Index, files: list[tuple[str, flo
 
 
 def take_in_all(
-    folder: CacheFolder, index: Index, progress: Progress | None = None, *, most: int | None = None
-) -> None:
-    """Adopt all that wait, newest first, or ``most`` of them. ``progress`` may raise to stop. Raises sqlite3.Error."""
+    folder: CacheFolder,
+    index: Index,
+    progress: Progress | None = None,
+    *,
+    most: int | None = None,
+    within: float = float("inf"),
+) -> bool:
+    """Adopt all that wait, or the newest ``most`` of them; False if ``within`` seconds were not enough. ``progress``
+    may raise to stop. Raises sqlite3.Error."""
     if not index.any_waiting():
-        return
-    files = index.oldest_waiting()
+        return True
+    files = index.all_waiting(by="name" if most is None else "written")
     done, total = 0, len(files) if most is None else min(most, len(files))
+    until = time.monotonic() + within
     while done < total:
         if progress is not None:
             progress(done, total)
-        done += take_in_newest(folder, index, files, min(_LARGE, total - done))
+        if time.monotonic() > until:
+            return False
+        done += take_in_last(folder, index, files, min(_LARGE, total - done))
     if progress is not None:
         progress(total, total)
+    return True
 
 
 def _later(*moments: object) -> float:
@@ -92,15 +103,16 @@ def _later(*moments: object) -> float:
 
 
 def step(index: Index) -> int:
-    """Records that one transaction may take in. Where nobody has a budget, the log may grow."""
-    return _LARGE if index.budget() is None else max(1, index.pages() // _PAGES)
+    """Records that one transaction may take in. Where nobody has a budget, what is there was within one."""
+    query = "SELECT sum(bytes) FROM ledger WHERE name IN ('records', 'waiting')"
+    return max(1, index.pages(int(index.execute(query).fetchone()[0] or 0)) // _PAGES)
 
 
 def _give_up(folder: CacheFolder, index: Index, short: int) -> None:
     """Remove the oldest that wait. Files first: the ledger counts one that waits and is gone, not the reverse."""
     with index.transaction(checked=False):  # it only gives back
         before = index.charge()
-        for name, _ in index.oldest_waiting()[: step(index)]:
+        for name, _ in index.all_waiting(by="written")[: step(index)]:
             if is_record(name):
                 folder.remove(*parse(name))
             index.stop_waiting(name)
@@ -147,13 +159,13 @@ class Adopter:
 
     def _work(self, index: Index) -> None:
         self._stop.wait(_BEGIN)
-        files = index.oldest_waiting()
+        files = index.all_waiting()
         log.info("%d records are not in the index yet; they are taken in behind", len(files))
         total, said, started = len(files), time.monotonic(), time.monotonic()
         while files and not self._stop.is_set():
-            begun = time.monotonic()
+            begun, spent = time.monotonic(), -time.thread_time()  # not what it waited for the disk or its turn
             try:
-                self.adopted += take_in_newest(self._folder, index, files, _SMALL)
+                self.adopted += take_in_last(self._folder, index, files, _SMALL)
             except sqlite3.OperationalError as e:
                 if "locked" not in str(e):
                     raise
@@ -162,7 +174,7 @@ class Adopter:
             if begun > said + _SAY:
                 said = begun
                 log.info("%d of %d records were taken into the index", self.adopted, total)
-            spent = time.monotonic() - begun
+            spent += time.thread_time()
             self._stop.wait(max(_PAUSE, spent * (_REST_BUSY if self._busy() else _REST)))
         if not files:
             log.info("%d records were taken into the index in %.0f s", total, time.monotonic() - started)

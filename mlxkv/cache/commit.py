@@ -178,9 +178,10 @@ class Commit:
         total, lengths = sum(files.values()), [len(draft.meta.tokens) for draft, _ in todo]
         root = todo[0][0].meta.root
 
-        def make_room(short: int) -> int:
+        def make_room(short: int, within: float = float("inf")) -> int:
             pinned = {*own, *self._pinned()}
-            return ledger.make_room(short, pinned=pinned, root=root, incoming=total, share=self._share).bytes
+            done = ledger.make_room(short, pinned=pinned, root=root, incoming=total, share=self._share, within=within)
+            return done.bytes
 
         ledger.rescan()
         missing = self._floor + total - self._free_disk()
@@ -193,7 +194,7 @@ class Commit:
             try:
                 return ledger.reserve(total, lengths, list(files))
             except OverBudget as e:
-                if not ledger.reclaim() and not make_room(e.short):
+                if not ledger.reclaim() and not make_room(e.short, _PATIENCE):
                     if not ledger.others() or time.monotonic() > until:
                         raise
                     time.sleep(_PAUSE)  # what other processes have reserved is given back soon

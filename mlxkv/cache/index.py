@@ -241,9 +241,11 @@ class Index:
 
     # the ledger
 
-    def pages(self) -> int:
-        """How many pages a transaction may change so that the WAL keeps within its room."""
-        return wal_room(self.budget()) * 3 // 4 // _FRAME
+    def pages(self, budget: int | None = None) -> int:
+        """How many pages a transaction may change so that the WAL keeps within its room; ``budget`` where nobody who
+        has the folder open has one."""
+        held = self.budget()
+        return wal_room(budget if held is None else held) * 3 // 4 // _FRAME
 
     def budget(self) -> int | None:
         """The smallest budget of those who have the folder open, bytes; None: nobody has one."""
@@ -365,9 +367,9 @@ class Index:
     def any_waiting(self) -> bool:
         return self._db.execute("SELECT EXISTS (SELECT 1 FROM waiting)").fetchone()[0] != 0
 
-    def oldest_waiting(self) -> list[tuple[str, float]]:
-        """(name, when it was written) of all that wait, oldest first."""
-        return self._db.execute("SELECT name, written FROM waiting ORDER BY written").fetchall()
+    def all_waiting(self, *, by: str = "name") -> list[tuple[str, float]]:
+        """(name, when it was written) of all that wait, in the order of their names, or oldest first (``written``)."""
+        return self._db.execute(f"SELECT name, written FROM waiting ORDER BY {by}").fetchall()
 
     def waiting_of(self, key: bytes) -> list[tuple[str, float]]:
         """What waits of one entry."""
@@ -423,17 +425,14 @@ class Index:
 
     def add_entry(self, entry: Entry, sizes: dict[str, int], used: float | None = None) -> None:
         """Insert or complete an entry. A new rows or window record also brings its own row_start and base."""
+        rows = ", row_start = excluded.row_start, base = excluded.base" if sizes.keys() & {"rows", "window"} else ""
         self._db.execute(
             "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET"
             " root = excluded.root, parent = excluded.parent, start = excluded.start, end = excluded.end,"
-            " tokens = excluded.tokens, used = excluded.used",
+            f" tokens = excluded.tokens, used = excluded.used{rows}",
             (entry.key, entry.root, entry.parent, entry.start, entry.end, entry.row_start, entry.base, entry.tokens,
              self.used() if used is None else used),
         )  # fmt: skip
-        if sizes.keys() & {"rows", "window"}:
-            self._db.execute(
-                "UPDATE entries SET row_start = ?, base = ? WHERE key = ?", (entry.row_start, entry.base, entry.key)
-            )
         for kind, size in sizes.items():
             self._db.execute(
                 "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (key, kind) DO UPDATE SET bytes = excluded.bytes",

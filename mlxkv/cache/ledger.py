@@ -167,11 +167,20 @@ class Ledger:
         self.index.count("outside", self.folder.outside(self.index.writing()))
 
     def make_room(
-        self, short: int, *, pinned: Collection[bytes] = (), root: bytes = b"", incoming: int = 0, share: float = SHARE
+        self,
+        short: int,
+        *,
+        pinned: Collection[bytes] = (),
+        root: bytes = b"",
+        incoming: int = 0,
+        share: float = SHARE,
+        within: float = float("inf"),
     ) -> Evicted:
         """Evict ``short`` bytes or more. ``root``, ``incoming``: for whom and how much. What waits to be taken into the
-        index is taken in first: nobody knows yet what hangs on it. Raises sqlite3.Error."""
-        take_in_all(self.folder, self.index)
+        index is taken in first, since nobody knows yet what it hangs on; if that takes longer than ``within`` seconds,
+        nothing is evicted this time. Raises sqlite3.Error."""
+        if not take_in_all(self.folder, self.index, within=within):
+            return Evicted()
         budget = self.index.budget() or 0
         target = max(short, budget // _STEP)
         done = free(self.folder, self.index, target, pinned=pinned, most=int(share * budget), incoming=(root, incoming))

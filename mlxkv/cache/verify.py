@@ -147,7 +147,7 @@ def _read_all(folder: CacheFolder, index: Catalogue | None, progress: Progress |
         progress(total, total)
     if index is None:
         return found
-    waiting = {parse(name) for name, _ in index.oldest_waiting() if is_record(name)}  # known by name; taken in behind
+    waiting = {parse(name) for name, _ in index.all_waiting() if is_record(name)}  # known by name; taken in behind
     rows = index.names()  # read last: what was stored meanwhile has its row now
     damaged = {(f.key, f.kind) for f in found.findings}
     for key, kind in sorted(files.keys() - rows.keys() - waiting - damaged):
