@@ -17,6 +17,7 @@ from .folder import CacheFolder, FolderRefused
 from .index import FILE, LOOK_UPS, TABLES, VERSION, Entry, Index
 from .keys import Identity
 from .layout import Layout
+from .planner import Planner
 from .restore import RestoreFailed
 from .store import CLOSE_WITHIN, PrefixStore
 
@@ -52,6 +53,9 @@ class UnwrittenStore(PrefixStore):
 
     def _renew(self) -> None:
         pass  # there is nothing to lose
+
+    def _take_in(self, planner: Planner, tokens: list[int], limit: int) -> bool:
+        return not self.index.any_waiting()
 
     def _adopt(self, entry: Entry, failed: str = "") -> bool:
         return False

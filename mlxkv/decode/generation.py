@@ -19,7 +19,6 @@ from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
 from ..cache.store import PrefixStore
 from ..errors import MlxkvError, PromptTooLong, RequestError
-from .memory import live_bytes
 from .prompt import Prompt, build
 from .request import (
     CacheReport,
@@ -157,8 +156,8 @@ class Generation:
     def _hold_rows(self, rows: int) -> None:
         """Caches of so many rows are live, or about to be: 0 once the request is over."""
         self._rows = rows
-        if self.rt.store is not None and self.rt.layout is not None:
-            self.rt.memory.make_room(self.rt.store.ram, live_bytes(self.rt.layout, rows) if rows else 0)
+        if self.rt.store is not None and self.rt.memory is not None:
+            self.rt.memory.make_room(self.rt.store.ram, rows)
 
     def _forward(self, state: SequenceState, ids: mx.array) -> mx.array:
         if state.position + ids.size > self._rows:

@@ -47,12 +47,15 @@ def live_bytes(layout: Layout, rows: int) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """``limit``: bytes for all that is counted; ``weights``: bytes of the model."""
+    """``limit``: bytes for all that is counted; ``weights``: bytes of the model; ``live``: the layout of its caches as
+    they run, however they are stored."""
 
     limit: int
-    weights: int = 0
+    weights: int
+    live: Layout
 
-    def make_room(self, ram: Ram, caches: int) -> None:
-        """Let live caches have ``caches`` bytes. The RAM tier lends what is not free otherwise, its least recently used
-        records first, and has it back with the next call that asks for less."""
+    def make_room(self, ram: Ram, rows: int) -> None:
+        """Let live caches have room for ``rows`` rows; 0: there are none. The RAM tier lends what is not free
+        otherwise, its least recently used records first, and has it back with the next call that asks for less."""
+        caches = live_bytes(self.live, rows) if rows else 0
         ram.lend(self.weights + caches + ram.most - self.limit)

@@ -42,8 +42,9 @@ log = logging.getLogger("mlxkv.engine")
 @dataclass(frozen=True)
 class Runtime:
     """What a generation needs. ``layout`` is None for a model whose state has no known kinds; ``store`` is None when
-    nothing is kept. ``chunk`` and ``ladder`` (the first rung) in tokens, ``async_kv_limit`` in bytes. ``barrier``
-    returns once the device has finished everything that this thread submitted, and raises its error otherwise."""
+    nothing is kept. ``memory`` is what the store's RAM tier shares with live caches. ``chunk`` and ``ladder`` (its
+    first rung) in tokens, ``async_kv_limit`` in bytes. ``barrier`` returns once the device has finished everything
+    that this thread submitted, and raises its error otherwise."""
 
     model: Any
     tokenizer: Any
@@ -56,7 +57,7 @@ class Runtime:
     chunk: int
     async_kv_limit: int
     load_s: float
-    memory: Memory
+    memory: Memory | None
     #: where forwards are split; announces those that are not
     split: Split = field(default_factory=Split)
     spans: Spans = field(default_factory=Spans)
@@ -82,11 +83,12 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         return caches if headed is None else [*caches, HeadCache(headed.runner())]
 
     layout: Layout | None = None
+    live: Layout | None = None
     store: PrefixStore | None = None
     off = None if options.cache_dir is not None else "it was switched off"
     disk_off: str | None = None
     try:
-        layout = probe(headed or model, make_cache)
+        layout = live = probe(headed or model, make_cache)
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
         off = e.message
         headed = None
@@ -111,9 +113,11 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
             disk_off = str(refused)
             off = disk_off if store is None else None
             log.warning("nothing is kept on disk: %s", refused)
-    memory = Memory(options.memory_limit or recommended(), weigh(headed or model))
-    if store is not None:
-        memory.make_room(store.ram, 0)
+    memory: Memory | None = None
+    if live is not None:
+        memory = Memory(options.memory_limit or recommended(), weigh(headed or model), live)
+        if store is not None:
+            memory.make_room(store.ram, 0)
     split, shared = Split(), Spans()
     if layout is not None:
         split, shared = _split(options.split, now.device, loaded.model, headed or model, make_cache, layout)

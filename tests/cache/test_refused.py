@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import mlxkv
-from mlxkv.cache.unwritten import NOWHERE, UnwrittenStore
+from mlxkv.cache.unwritten import NOWHERE, UnwrittenStore, open_store
 from tests.cache.faults import Faults
 from tests.cache.stores import records
+from tests.cache.synthetic import BLOCK, MODELS, ask
 from tests.probe import run, runtime
 
 RAM = 1 << 26
@@ -120,6 +121,26 @@ def test_a_damaged_index_that_may_not_be_written_leaves_ram(tiny_model, tmp_path
     assert run(rt, ASKED)[1].usage.cached_tokens == 0
     assert run(rt, ASKED)[1].cache.source == "ram"
     rt.store.close()
+
+
+def test_what_waits_to_be_taken_into_the_index_cannot_be_found(tmp_path):
+    """It stays a miss that says so, while only reading is allowed."""
+    model, folder, asked = MODELS["mixed"], tmp_path / "c", [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    store = model.open(folder)
+    ask(model, store, asked, ends=(5,))
+    assert store.writer.flush(20)
+    store.close()
+    for path in folder.glob("index.sqlite*"):
+        path.unlink()
+    model.open(folder, at_once=0, behind=False).close()
+    with Faults(folder, "chmod", 1, 1, errno.EROFS):
+        store, refused = open_store(folder, model.identity, model.layout, block=BLOCK)
+    assert isinstance(store, UnwrittenStore) and store.reads and refused is not None
+    assert ask(model, store, asked).reason == "pending" and not store.faults
+    store.close()
+    store = model.open(folder)
+    assert ask(model, store, asked, keep=False).reason is None
+    store.close()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="rights and mounts as Linux knows them")
