@@ -105,17 +105,28 @@ def histories(task: Task) -> int:
 
 
 def flips(task: Task) -> int:
-    """Every byte of an index of small pages and its WAL; unless ``complete``, half the time of one as it is made."""
-    count = 0
-    for page in (PAGE,) if task.complete else (PAGE, None):
-        part = task if task.complete else Task(task.seed, task.seconds / 2)
-        with scratch() as folder:
-            indexed = Indexed(folder, page)
-            places = indexed.every_place if page else part.rng().sample(indexed.places, len(indexed.places))
-            with part.places(f"flips of an index with pages of {page or 'the usual'} bytes", places) as (mine, taken):
-                indexed.flip(mine, lambda at: (at + task.seed) % 8)
-                count += taken()
-    return count
+    """Every byte of an index of small pages; unless ``complete``, half the time goes to one as it is made. First those
+    bits that make stored tokens what is asked for."""
+    if task.complete:
+        return _flipped(task, PAGE, log=False)
+    half = Task(task.seed, task.seconds / 2)
+    return _flipped(half, PAGE, log=False) + _flipped(half, None, log=False)
+
+
+def wal(task: Task) -> int:
+    """Every byte of a WAL, and of the index that it belongs to."""
+    return _flipped(task, PAGE, log=True)
+
+
+def _flipped(task: Task, page: int | None, *, log: bool) -> int:
+    with scratch() as folder:
+        indexed = Indexed(folder, page, log=log)
+        if not task.first:
+            indexed.flip_likenesses(indexed.likenesses())
+        name = f"flips of an index with {page or 'the usual'} bytes a page{' and a WAL' if log else ''}"
+        with task.places(name, indexed.every_place if page else indexed.places) as (mine, taken):
+            indexed.flip(mine, lambda at: (at + task.seed) % 8)
+            return taken()
 
 
 def swaps(task: Task) -> int:
@@ -197,4 +208,4 @@ def kill9(task: Task) -> int:
     return count
 
 
-PARTS = (histories, flips, swaps, records, calls, limits, power, kill9)
+PARTS = (histories, flips, wal, swaps, records, calls, limits, power, kill9)

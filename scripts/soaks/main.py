@@ -9,7 +9,8 @@ Parts, and what each compares (docs/results/README.md says which promise each on
   kill9      300 kills -9 of processes that do nothing but store, close and open
   budget     two writers frozen by a third process 500 times and at each reservation, over 20 times the budget
   histories  random store, look up, extend, branch, evict, damage, restart; against a model that remembers everything
-  flips      flipped bytes of index and WAL (--complete: every one)
+  flips      flipped bytes of the index (--complete: every one)
+  wal        flipped bytes of a WAL and its index (--complete: every one)
   swaps      every pair of records in each other's place, every truncation and flip as the reader sees it
   records    truncations and flips of records, as those see it who ask (--complete: every one)
   calls      every system call of the store fails in its turn

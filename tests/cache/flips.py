@@ -1,8 +1,9 @@
 """Flipped bytes of the index and its WAL: a miss or the right value, and no record is lost by it. For tests and soaks.
 
-Most of the index lies in its file, the last requests in the WAL. A page of 512 bytes makes both small enough that a
-soak can flip every byte; pages as the store makes them are mostly empty, there ``places`` leaves out the middle of
-what is empty.
+What stands in the WAL hides what the index has on the same page. So there are two folders: one that was closed, with
+all in its index, and one that was left open, with its last requests in the WAL. A page of 512 bytes makes them small
+enough that a soak can flip every byte; pages as the store makes them are mostly empty, there ``places`` leaves out the
+middle of what is empty.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from unittest import mock
 
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from mlxkv.cache.keys import pack
+from mlxkv.cache.store import PrefixStore
 from tests.cache.synthetic import Model, ask, twin
 
 SMALL = Model("small", lambda: [ArraysCache(1), KVCache()])
@@ -30,26 +33,34 @@ _EMPTY = re.compile(rb"\0{48,}")
 
 
 class Indexed:
-    """``folder / "sound"``: EARLY of two models in the index, LATE in its WAL, which another process left behind."""
+    """``folder / "sound"``: EARLY and LATE of two models in the index; or with ``log`` EARLY there and LATE in its WAL,
+    which a process that was killed left behind."""
 
-    def __init__(self, folder: Path, page: int | None = None) -> None:
+    def __init__(self, folder: Path, page: int | None = None, *, log: bool) -> None:
         """``page``: bytes of the index's pages; as the store makes them unless given."""
         live, self.now = folder / "live", folder / "sound"
         with mock.patch("mlxkv.cache.index.PAGE", page) if page else mock.MagicMock():
             OWNERS[0].open(live).close()
-        for model in OWNERS:
-            store = model.open(live)
-            ask(model, store, EARLY, ends=(6,), more=(1, 2))
+
+        def stored(prompt: list[int]) -> list[PrefixStore]:
+            stores = [model.open(live) for model in OWNERS]
+            for model, store in zip(OWNERS, stores, strict=True):
+                ask(model, store, prompt, ends=(6,), more=(1, 2), messages=True)
+                assert store.writer.flush(20)
+            return stores
+
+        for store in stored(EARLY):
             store.close()
-        assert not (live / FILES[1]).exists()  # closing brought it into the index
-        stores = [model.open(live) for model in OWNERS]
-        for model, store in zip(OWNERS, stores, strict=True):
-            ask(model, store, LATE, ends=(6,), more=(1, 2))
-            assert store.writer.flush(20)
+        late = stored(LATE)
+        if not log:
+            for store in late:
+                store.close()
         shutil.copytree(live, self.now, ignore=shutil.ignore_patterns("*-shm"))
-        for store in stores:
-            store.close()
-        self.files = {name: (self.now / name).read_bytes() for name in FILES}
+        if log:
+            for store in late:
+                store.close()
+        self.files = {name: (self.now / name).read_bytes() for name in FILES if (self.now / name).exists()}
+        assert len(self.files) == 1 + log
         self._all = self._listed()
         self._records = {path: size for path, size in self._all.items() if path.endswith(".safetensors")}
         for which in range(len(OWNERS)):
@@ -58,7 +69,7 @@ class Indexed:
 
     @property
     def places(self) -> list[Place]:
-        """Every byte of both files, but the middles of long runs of zeros."""
+        """Every byte, but the middles of long runs of zeros."""
         out = []
         for name, data in self.files.items():
             empty = {i for run in _EMPTY.finditer(data) for i in range(run.start() + 8, run.end() - 8)}
@@ -95,6 +106,30 @@ class Indexed:
                 self._put_back(listed)
             done(n + 1)
         return full
+
+    def likenesses(self) -> list[tuple[str, int, int, list[int]]]:
+        """(file, byte, bit, prompt): flips that make tokens of EARLY in the index those of ``prompt``, which nobody has
+        stored."""
+        out = []
+        for name, data in self.files.items():
+            for i, token in enumerate(EARLY[:-1]):  # a token stands where it and its follower do
+                pair = re.compile(re.escape(pack(EARLY[i : i + 2])))
+                for bit in range(4):
+                    prompt = [*EARLY[:i], token ^ (1 << bit), *EARLY[i + 1 :]]
+                    out += [(name, found.start(), bit, prompt) for found in pair.finditer(data)]
+        return out
+
+    def flip_likenesses(self, places: Iterable[tuple[str, int, int, list[int]]]) -> None:
+        """Do these flips in their turn and ask both models for the prompt."""
+        for name, at, bit, prompt in places:
+            for which in range(len(OWNERS)):
+                self._write(name, at, self.files[name][at] ^ (1 << bit))
+                try:
+                    self._asked(which, [prompt])
+                except Exception as e:
+                    raise AssertionError(f"bit {bit} of byte {at} of {name} against {prompt}") from e
+                finally:
+                    self._put_back()
 
     def _write(self, name: str, at: int, value: int) -> None:
         fd = os.open(self.now / name, os.O_WRONLY)
