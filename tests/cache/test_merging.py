@@ -142,6 +142,8 @@ def test_nothing_is_lost(name):
         assert ask(model, store, branch, keep=False).reason is None
         assert sum(b - a for a, b in rows(folder).values()) <= max(rows(folder)) + len(branch)
         store.close()
+        found = verify_all(folder)
+        assert not found.findings and not found.unreachable
 
 
 def test_what_another_branch_hangs_on_stays(folder):
