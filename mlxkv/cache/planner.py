@@ -13,6 +13,7 @@ from typing import Protocol
 from .index import Entry
 from .keys import KeySpace, common, pack
 from .layout import Layout
+from .record import HostArrays
 
 
 class Entries(Protocol):
@@ -37,7 +38,8 @@ class Plan:
     """Stand at ``position`` by reading ``pieces`` (in order, they cover [0, position)) and the state of ``state``.
 
     ``parent`` is the key that the block of ``position`` hangs on; ``base`` the longest stored leaf of that block that
-    ends at or before it, for later deltas. ``reason`` says why it is not more.
+    ends at or before it, for later deltas. ``reason`` says why it is not more. ``held``, filled in by the restore of a
+    layout that quantises: the rows [covered, position) as they are stored.
     """
 
     position: int = 0
@@ -46,6 +48,11 @@ class Plan:
     parent: bytes = b""
     base: Entry | None = None
     reason: str | None = "empty"
+    held: HostArrays = field(default_factory=dict)
+
+    def covered(self, block: int) -> int:
+        """Where the rows end that later entries need not repeat: with ``base``, or where the block begins."""
+        return self.base.end if self.base else self.position // block * block
 
 
 class Planner:

@@ -14,6 +14,7 @@ from .index import Entry
 from .keys import KeySpace, unpack
 from .layout import Layout, MemberSpec, tensor_name
 from .member import PositionError
+from .packing import PARTS, finite
 from .planner import Piece, Plan
 from .ram import Draft, Ram, RamReader
 from .record import Body, Meta, OtherRows, Reader, RecordError
@@ -51,6 +52,9 @@ class Restorer:
             read += self._rows(plan, max([capacity, *(p.end for p in plan.pieces)]), arrays)
         if "window" in self.layout.kinds:
             read += self._windows(plan, arrays)
+        for name, packing in self.layout.packings.items():
+            stored = {part: arrays.pop(part) for part in (f"{name}.{p}" for p in PARTS)}
+            arrays[name] = packing.unpack(name, stored)
         mx.eval(list(arrays.values()))
         members = state.members or []
         for member, spec in zip(members, self.layout.members, strict=True):
@@ -111,6 +115,7 @@ class Restorer:
     def _rows(self, plan: Plan, capacity: int, arrays: dict[str, mx.array]) -> int:
         specs = self.layout.tensors("rows")
         into = {t.name: Destination(t.sized(capacity), t.dtype) for t in specs}
+        factors = [t for name in self.layout.packings for t in specs if t.name in (f"{name}.scales", f"{name}.biases")]
         read = 0
         for piece in plan.pieces:
             a, b = piece.start, piece.end
@@ -119,7 +124,12 @@ class Restorer:
                 for t in specs:
                     reader.read_into(t.name, into[t.name].row_views(a, b))
                     read += t.nbytes(b - a)
+                if not all(finite(into[t.name].rows(a, b), t.dtype) for t in factors):
+                    raise RecordError("a scale or bias is not finite")
                 self._promote(reader, lambda a=a, b=b: {name: d.copy_rows(a, b) for name, d in into.items()})
+        covered = plan.covered(self.space.block)
+        if self.layout.packings and covered < plan.position:
+            plan.held = {t.name: (t.dtype, into[t.name].copy_rows(covered, plan.position)) for t in specs}
         arrays.update({name: d.release() for name, d in into.items()})
         return read
 

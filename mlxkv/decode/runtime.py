@@ -82,6 +82,14 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
         off = e.message
         headed = None
+    notes = list(loaded.notes)
+    if layout is not None and options.cache_dir is not None and options.store_bits is not None:
+        layout = layout.packed(options.store_bits)
+        if layout.store_bits is None:
+            notes.append(
+                "store_bits changes nothing here: no layer of this model keeps rows that can be stored quantised "
+                "(plain keys and values in floating numbers, of a width that 32 divides)."
+            )
     if layout is not None and options.cache_dir is not None:
         head = "mtp" if headed else "none"
         ram = ram_budget(options.ram_budget, layout, loaded.context_length, options.block_size)
@@ -119,7 +127,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         layout=layout.describe() if layout is not None else "unknown",
         store_off=off,
         cache_dir=options.cache_dir,
-        notes=tuple(loaded.notes),
+        notes=tuple(notes),
     )
     runtime = Runtime(
         model=headed or model,
