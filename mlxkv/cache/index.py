@@ -286,9 +286,9 @@ class Index:
         while (row := self._db.execute(before, (parent, below)).fetchone()) is not None:
             found = row[7] if isinstance(row[7], bytes) else b""
             shared = common(found, tokens)
-            if not shared:
-                break
             out += self._sound(row)
+            if not shared:  # nor do those before it; that there is one says that something else goes on from here
+                break
             if 4 * shared == len(found):  # a prefix: the next one is shorter
                 below = tokens[: 4 * (shared - 1)] + b"\0"
             elif neighbours < _NEIGHBOURS:

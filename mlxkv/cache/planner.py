@@ -92,7 +92,7 @@ class Planner:
                     continue
                 end = min(entry.end, len(tokens))
                 shared = start + common(entry.tokens, span(start, end))
-                if shared < end:
+                if 0 < shared < end:  # from the first token on, it is another prompt's
                     diverges = max(diverges or 0, shared)
                 usable = min(shared, limit)
                 if usable <= start or self._pieces(entry, bad) is None:
