@@ -318,8 +318,8 @@ class Index:
         while (row := self._db.execute(before, (parent, below)).fetchone()) is not None:
             found = row[7] if isinstance(row[7], bytes) else b""
             shared = common(found, tokens)
-            out += self._sound(row)  # one that shares nothing, too: a miss says that something else is stored here
-            if not shared:
+            out += self._sound(row)
+            if not shared:  # nor do those before it; that there is one says that something else goes on from here
                 break
             if 4 * shared == len(found):  # a prefix: the next one is shorter
                 below = tokens[: 4 * (shared - 1)] + b"\0"

@@ -99,11 +99,13 @@ def _kind(folder: CacheFolder, path: Path) -> str:
 def _model(folder: CacheFolder, space: Root, items: list[Item]) -> dict[str, Any]:
     """One key space, with the tensors of its newest records as an example of its layout."""
     layout: dict[str, Any] = {}
+    bits = 0
     for kind in RECORD_KINDS:
         have = [item for item in items if kind in item.sizes]
         for item in sorted(have, key=lambda i: i.used, reverse=True)[:1]:
             with contextlib.suppress(RecordError), Reader.open(folder.file(item.key, kind)) as reader:
                 layout[kind] = tensors(reader)
+                bits = reader.meta.store_bits
     return {
         "model": space.model,
         "root": space.key.hex(),
@@ -115,6 +117,7 @@ def _model(folder: CacheFolder, space: Root, items: list[Item]) -> dict[str, Any
         "records": sum(len(item.sizes) for item in items),
         "bytes": sum(item.bytes for item in items),
         "used": moment(max((item.used for item in items), default=None)),
+        "store_bits": bits or None,
         "tensors": layout,
     }
 
@@ -161,9 +164,10 @@ def examine(folder: CacheFolder, index: Catalogue, key: bytes) -> dict[str, Any]
         record: dict[str, Any] = {"kind": kind, "bytes": item.sizes[kind], "file": str(path), "problem": None}
         try:
             with Reader.open(path) as reader:
-                record |= {"tensors": tensors(reader), "software": reader.meta.software}
+                bits = reader.meta.store_bits or None
+                record |= {"tensors": tensors(reader), "software": reader.meta.software, "store_bits": bits}
         except RecordError as error:
-            record |= {"tensors": [], "software": "", "problem": f"{error.reason}: {error}"}
+            record |= {"tensors": [], "software": "", "store_bits": None, "problem": f"{error.reason}: {error}"}
             if reason is None:
                 reason, why = error.reason, f"its {kind} record: {error}"
         records.append(record)

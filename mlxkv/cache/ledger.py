@@ -49,7 +49,7 @@ def default_budget(folder: Path, size: int) -> int:
 def minimum(layout: Layout, block: int) -> int:
     """The least budget that one entry and the index can live in, bytes."""
     entry = sum(t.nbytes(block) for kind in RECORD_KINDS for t in layout.tensors(kind))
-    header = _HEADER + 24 * block + sum(512 for m in layout.members for _ in m.tensors)
+    header = _HEADER + 24 * block + 512 * len(layout.tensors(*RECORD_KINDS))
     wal = wal_room(None)
     fixed = PAGE * (_FIRST_PAGES + growth([block])) + wal + shm_room(wal) + MISC_ROOM
     return fixed + entry + 3 * header

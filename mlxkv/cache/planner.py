@@ -37,7 +37,7 @@ class Plan:
     """Stand at ``position`` by reading ``pieces`` (in order, they cover [0, position)) and the state of ``state``.
 
     ``parent`` is the key that the block of ``position`` hangs on; ``base`` the entry of that block that has its rows
-    before ``position``, for later deltas. ``reason`` says why it is not more.
+    before ``position``, for later deltas: what was restored is never stored again. ``reason`` says why it is not more.
     """
 
     position: int = 0
@@ -85,7 +85,7 @@ class Planner:
                     continue
                 end = min(entry.end, len(tokens))
                 shared = start + common(entry.tokens, span(start, end))
-                if shared < end:
+                if 0 < shared < end:  # from the first token on, it is another prompt's
                     diverges = max(diverges or 0, shared)
                 usable = min(shared, limit)
                 if usable <= start or self._pieces(entry, bad) is None:

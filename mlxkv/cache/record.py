@@ -34,6 +34,10 @@ _IOV = 1024
 _MAX_READ = 1 << 30
 
 
+#: name -> (safetensors dtype, C-contiguous host array)
+HostArrays = dict[str, tuple[str, np.ndarray]]
+
+
 class RecordError(Exception):
     """A record that cannot be used. ``reason`` is the miss reason; ``action`` what happens to the file."""
 
@@ -81,7 +85,8 @@ class Meta:
 
     Rows and windows cover [row_start, end); ``base`` is the key of the entry that covers [start, row_start), if that is
     not empty. A state stands at exactly ``end``. ``tokens`` are the ids of [start, end). ``role`` is what the place is
-    (``policy.ROLES``), '' in records of before there were roles.
+    (``policy.ROLES``), '' in records of before there were roles. ``store_bits``: what the layout has rows quantised
+    to, 0 for none.
     """
 
     kind: str
@@ -101,6 +106,7 @@ class Meta:
     software: str = ""
     answer: str = ""
     role: str = ""
+    store_bits: int = 0
 
     def strings(self) -> dict[str, str]:
         return {
@@ -123,6 +129,7 @@ class Meta:
             "software": self.software,
             "answer": self.answer,
             "role": self.role,
+            **({"store_bits": str(self.store_bits)} if self.store_bits else {}),
         }
 
     @classmethod
@@ -147,6 +154,7 @@ class Meta:
             software=s["software"],
             answer=s["answer"],
             role=s.get("role", ""),
+            store_bits=int(s.get("store_bits", "0")),
         )
 
     def consistent(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -14,10 +14,12 @@ from .index import Entry
 from .keys import KeySpace, unpack
 from .layout import Layout, MemberSpec, tensor_name
 from .member import PositionError
+from .packing import PARTS, finite
 from .planner import Piece, Plan
 from .ram import Draft, Ram, RamReader
 from .record import Body, Meta, OtherRows, Reader, RecordError
 from .state import SequenceState
+from .tensors import TensorSpec
 
 
 class RestoreFailed(Exception):
@@ -54,6 +56,9 @@ class Restorer:
             read += self._rows(plan, max([capacity, *(p.end for p in plan.pieces)]), arrays)
         if "window" in self.layout.kinds:
             read += self._windows(plan, arrays)
+        for name, packing in self.layout.packings.items():
+            stored = {part: arrays.pop(part) for part in (f"{name}.{p}" for p in PARTS)}
+            arrays[name] = packing.unpack(name, stored)
         mx.eval(list(arrays.values()))
         members = state.members or []
         for member, spec in zip(members, self.layout.members, strict=True):
@@ -116,6 +121,7 @@ class Restorer:
     def _rows(self, plan: Plan, capacity: int, arrays: dict[str, mx.array]) -> int:
         specs = self.layout.tensors("rows")
         into = {t.name: Destination(t.sized(capacity), t.dtype) for t in specs}
+        factors = [t for name in self.layout.packings for t in specs if t.name in (f"{name}.scales", f"{name}.biases")]
         read = 0
         for piece in plan.pieces:
             a, b = piece.start, piece.end
@@ -126,10 +132,12 @@ class Restorer:
                 if held == range(a, b):
                     for t in specs:
                         reader.read_into(t.name, into[t.name].row_views(a, b))
+                    _require_finite({t.name: into[t.name].rows(a, b) for t in factors}, factors)
                     self._promote(reader, lambda a=a, b=b: {name: d.copy_rows(a, b) for name, d in into.items()})
                     continue
                 # a part of them: all are read and verified in memory of their own
                 whole = {t.name: reader.read(t.name) for t in specs}
+                _require_finite(whole, factors)
                 for name, rows in whole.items():
                     into[name].put_rows(a, rows[:, :, a - held.start : b - held.start])
                 self._promote(reader, lambda whole=whole: whole)
@@ -175,6 +183,12 @@ class Restorer:
             self._promote(reader, lambda: {name: d.copy() for name, d in into.items()})
         arrays.update({name: d.release() for name, d in into.items()})
         return sum(t.nbytes(0) for t in specs)
+
+
+def _require_finite(arrays: Mapping[str, np.ndarray], factors: list[TensorSpec]) -> None:
+    """Raises RecordError if a scale or bias of quantised rows is no number."""
+    if not all(finite(arrays[t.name], t.dtype) for t in factors):
+        raise RecordError("a scale or bias is not finite")
 
 
 def _needed(member: MemberSpec, piece: Piece, position: int) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -53,10 +54,11 @@ class PrefixStore:
     ``share`` is the part of it that one model may have when space is short and others have entries. ``queue_limit``
     bounds bytes waiting to be written, ``disk_floor`` the bytes of free disk below which nothing is written,
     ``ram_budget`` the bytes of records kept in RAM (0: none, and tips are written at once). ``policy`` says which
-    states are kept and how much is written a day. ``progress`` is told (records done, of how many) while the index is
-    built again. ``at_once``: so many files that the index does not know are taken into it now; the others when they are
-    asked for, and ``behind`` (``adoption``). Raises FolderRefused, and ConfigError for a budget in which nothing would
-    fit.
+    states are kept and how much is written a day. ``store_bits`` (4 or 8) has rows stored quantised, under keys of
+    their own; None: as the layout says, which is exact for one that was probed. ``progress`` is told (records done,
+    of how many) while the index is built again. ``at_once``: so many files that the index does not know are taken into
+    it now; the others when they are asked for, and ``behind`` (``adoption``). Raises FolderRefused, and ConfigError for
+    a budget in which nothing would fit.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class PrefixStore:
         queue_limit: int = 2 << 30,
         disk_floor: int = 256 << 20,
         ram_budget: int = 0,
+        store_bits: int | None = None,
         policy: Policy | None = None,
         allow_unprotected: bool = False,
         software: str = "",
@@ -78,6 +81,9 @@ class PrefixStore:
         at_once: int = AT_ONCE,
         behind: bool = True,
     ) -> None:
+        if store_bits is not None:
+            layout = layout.packed(store_bits)
+            identity = replace(identity, layout=layout.digest)
         self.folder = CacheFolder(folder)
         self.identity, self.layout, self.block, self.software = identity, layout, block, software
         least = minimum(layout, block)

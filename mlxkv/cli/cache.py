@@ -196,6 +196,7 @@ def _print_report(found: dict[str, Any]) -> None:
         typer.echo(f"  {_line(model)}; used {ago(model['used'])}")
         typer.echo(
             f"  weights {model['fingerprint'][:16]}, layout {model['layout'][:16]}, blocks of {model['block']:,}"
+            + (f", rows in {model['store_bits']} bits" if model["store_bits"] else "")
         )
         compute = sorted(model["compute"].items())
         typer.echo("  " + printable(", ".join(f"{name} {value}" for name, value in compute)))

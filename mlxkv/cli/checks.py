@@ -39,6 +39,8 @@ NETWORK = {
 }
 OPEN_FILES = 1024
 ONLY_RAM = "As it is nothing is kept on disk, only in RAM while a process runs."
+#: settings whose values are not shown: reports are passed on
+SECRET = ("cache_salt",)
 DISK_LOW, DISK_FULL = 5 * 10**9, 512 * 10**6
 
 
@@ -81,7 +83,7 @@ def _config(settings: Settings) -> Check:
     file = config_file()
     read = f"{file}" if file.exists() else f"{file} (none)"
     given = [
-        f"{name}={getattr(settings, name)} ({settings.source(name)})"
+        f"{name}={'…' if name in SECRET else getattr(settings, name)} ({settings.source(name)})"
         for name in NAMES
         if settings.source(name).kind != "default"
     ]
@@ -252,6 +254,11 @@ def _model(settings: Settings) -> Iterator[Check]:
         yield Check("state", "warn", f"{architecture}: {error.message}", "It runs, but nothing will be remembered.")
         return
     yield Check("state", "ok", f"{architecture}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
+    if settings.store_bits is not None:
+        n = sum(member.packable for member in members_of(caches))
+        what = f"{settings.store_bits}: rows of {n} layers, where 32 divides their width"
+        none = f"{settings.store_bits}, which changes nothing: no layer keeps rows that can be stored quantised"
+        yield Check("store bits", "ok" if n else "warn", what if n else none)
     found = mtp.find(path, config)
     if found.reason:
         yield Check("MTP head", "warn", f"found, not used: {found.reason}", "It runs without its head.")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cache.tensors import check_store_bits
 from ..errors import ConfigError
 
 
@@ -18,6 +19,7 @@ class Options:
     adapter: str | Path | None = None
     cache_dir: Path | None = None
     cache_budget: int | None = None
+    store_bits: int | None = None
     block_size: int = 256
     prefill_chunk: int | None = None
     split: str = "auto"
@@ -32,6 +34,7 @@ class Options:
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 65536:
             raise ConfigError(f"The block size is {self.block_size}.", "It must be from 1 to 65536 tokens.")
+        check_store_bits(self.store_bits)
         if min(self.ram_budget or 0, self.write_budget or 0) < 0:
             raise ConfigError("A budget is negative.", "Give bytes, or 0 for off.")
         if self.memory_limit is not None and self.memory_limit < 1:

@@ -92,6 +92,14 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
         off = e.message
         headed = None
+    notes = list(loaded.notes)
+    if layout is not None and options.cache_dir is not None and options.store_bits is not None:
+        layout = layout.packed(options.store_bits)
+        if layout.store_bits is None:
+            notes.append(
+                "store_bits changes nothing here: no layer of this model keeps rows that can be stored quantised "
+                "(plain keys and values in floating numbers, of a width that 32 divides)."
+            )
     if layout is not None and options.cache_dir is not None:
         head = "mtp" if headed else "none"
         ram = ram_budget(options.ram_budget, layout, loaded.context_length, options.block_size)
@@ -115,7 +123,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
             log.warning("nothing is kept on disk: %s", refused)
     memory: Memory | None = None
     if live is not None:
-        memory = Memory(options.memory_limit or recommended(), weigh(headed or model), live)
+        weights = weigh(loaded.model) + (weigh(loaded.head) if headed is not None else 0)
+        memory = Memory(options.memory_limit or recommended(), weights, live)
         if store is not None:
             memory.make_room(store.ram, 0)
     split, shared = Split(), Spans()
@@ -137,7 +146,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         disk_off=disk_off,
         reads_disk=store is not None and (not isinstance(store, UnwrittenStore) or store.reads),
         cache_dir=options.cache_dir,
-        notes=tuple(loaded.notes),
+        notes=tuple(notes),
     )
     runtime = Runtime(
         model=headed or model,

@@ -75,6 +75,7 @@ def test_bad_sizes(text):
         ({"MLXKV_SEED": "1.5"}, ["MLXKV_SEED"]),
         ({"MLXKV_TEMPERATURE": "nan"}, ["MLXKV_TEMPERATURE", "nan"]),
         ({"MLXKV_TEMP": "1", "MLXKV_TEMPERATURE": "1"}, ["MLXKV_TEMP ", "MLXKV_TEMPERATURE"]),
+        ({"MLXKV_STORE_BITS": "5"}, ["MLXKV_STORE_BITS", "'5'", "4, 8 or off"]),
         ({"MLXKV_CONFIG": "/nonexistent/c.toml"}, ["MLXKV_CONFIG", "/nonexistent/c.toml"]),
     ],
 )
@@ -95,6 +96,9 @@ def test_environment_errors_name_the_variable(environ, parts):
         ("max_tokens = 2.5", ["max_tokens", "2.5"]),
         ("model = 5", ["model", "5"]),
         ("seed = true", ["seed", "True"]),
+        ("store_bits = 8.0", ["store_bits", "8.0", "4, 8 or off"]),
+        ("store_bits = true", ["store_bits", "True"]),
+        ("cache_salt = 5", ["cache_salt", "5"]),
         ('temp = "a\ntop_p = 1', ["TOML", "line 1"]),
     ],
 )
@@ -104,6 +108,22 @@ def test_file_errors_name_file_and_key(home, text, parts):
         Settings.load()
     for part in [str(file), *parts]:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "expected"),
+    [
+        ("", {}, {}, None),
+        ("store_bits = 8", {}, {}, 8),
+        ("store_bits = 8", {"MLXKV_STORE_BITS": "4"}, {}, 4),
+        ("store_bits = 8", {}, {"store_bits": "off"}, None),
+        ('store_bits = "off"', {}, {"store_bits": "4"}, 4),
+    ],
+)
+def test_store_bits(home, text, environ, flags, expected):
+    write(home, text)
+    found = Settings.load(flags, os.environ | environ)
+    assert found.store_bits == expected and found.engine_options()["store_bits"] == expected
 
 
 def test_a_bad_value_is_told_even_where_a_flag_hides_it(home):

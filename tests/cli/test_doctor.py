@@ -91,6 +91,16 @@ def test_selftest(cli, model):
     assert any(name.startswith("selftest ") for name in checks(found))
 
 
+def test_what_is_set_is_told_but_no_secret(cli, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLXKV_CACHE_SALT", "walrus")
+    found = cli("doctor", "--model", model, "--store-bits", 8, "--json")
+    assert "cache_salt=… (env MLXKV_CACHE_SALT)" in checks(found)["config"]["detail"] and "walrus" not in found.out
+    assert checks(found)["store bits"]["status"] == "ok"
+    recurrent = tiny.make("mamba2", tmp_path / "recurrent")
+    found = checks(cli("doctor", "--model", recurrent, "--store-bits", 8, "--json"))["store bits"]
+    assert found["status"] == "warn" and "changes nothing" in found["detail"]
+
+
 def test_a_head_is_found(cli, model, tmp_path):
     from tests import headed
 
