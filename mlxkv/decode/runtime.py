@@ -115,7 +115,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
             log.warning("nothing is kept on disk: %s", refused)
     memory: Memory | None = None
     if live is not None:
-        memory = Memory(options.memory_limit or recommended(), weigh(headed or model), live)
+        weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []))
+        memory = Memory(options.memory_limit or recommended(), weights, live)
         if store is not None:
             memory.make_room(store.ram, 0)
     split, shared = Split(), Spans()
