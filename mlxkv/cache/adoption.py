@@ -27,7 +27,7 @@ log = logging.getLogger("mlxkv.cache")
 Progress = Callable[[int, int], None]
 
 #: so many are taken in when a folder is opened: the last conversations
-AT_ONCE = 2000
+AT_ONCE = 1000
 #: pages of the index that a record changes at most: its own, those of the entry, and of the place where it waited
 _PAGES = 24
 #: records in one transaction: of the thread, so that it holds neither the index nor the interpreter for long; of

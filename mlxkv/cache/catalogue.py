@@ -187,9 +187,11 @@ def complete(path: Path, progress: Callable[[], AbstractContextManager[Progress]
     """Take into the index what a store that was opened here left waiting, with ``progress()`` if there is any. Where
     that cannot be done, the index stays as it is; whoever looks at it says what is wrong with it. May raise what
     ``progress`` raises to stop."""
+    waits = False
     with suppress(CacheError), look(path) as index:
-        if index is None or not index.any_waiting():
-            return
+        waits = index is not None and index.any_waiting()
+    if not waits:
+        return
     with suppress(LockRefused, OSError, sqlite3.Error):
         lock = FolderLock(path)
         try:

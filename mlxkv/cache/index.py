@@ -345,10 +345,11 @@ class Index:
     def names(self) -> dict[tuple[bytes, str], int]:
         return {(key, kind): size for key, kind, size in self._db.execute("SELECT key, kind, bytes FROM records")}
 
-    def file_names(self, begin: str) -> set[str]:
-        """The names of the files that should be in one subfolder of ``records/``, those that wait among them."""
+    def file_names(self, begin: str = "") -> set[str]:
+        """The names of the files that should be there, or in one subfolder of ``records/``; those that wait among
+        them."""
         low = bytes.fromhex(begin)
-        high = bytes((low[0] + 1,)) if low[0] < 255 else b"\xff" * 64
+        high = bytes((low[0] + 1,)) if low and low[0] < 255 else b"\xff" * 64
         # one long text a folder: a third of the time of a row for each of 100,000 names
         name = f"hex(key) || '.' || kind || '{SUFFIX}'"
         query = f"SELECT lower(group_concat({name}, char(10))) FROM records WHERE key >= ? AND key < ?"
