@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..cache.layout import Layout
@@ -31,9 +32,9 @@ def recommended() -> int:
     return physical() * 3 // 4
 
 
-def weigh(model: Any) -> int:
-    """Bytes of a model's parameters."""
-    pairs: Any = tree_flatten(model.parameters())
+def weigh(*models: nn.Module) -> int:
+    """Bytes of their parameters; those that several have count once."""
+    pairs: Any = tree_flatten([model.parameters() for model in models])
     arrays = {id(array): array for _, array in pairs}
     return sum(array.nbytes for array in arrays.values())
 

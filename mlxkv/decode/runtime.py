@@ -123,7 +123,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
             log.warning("nothing is kept on disk: %s", refused)
     memory: Memory | None = None
     if live is not None:
-        weights = weigh(loaded.model) + (weigh(loaded.head) if headed is not None else 0)
+        weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []))
         memory = Memory(options.memory_limit or recommended(), weights, live)
         if store is not None:
             memory.make_room(store.ram, 0)

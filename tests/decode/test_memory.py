@@ -11,7 +11,8 @@ from mlxkv.decode import generation
 from mlxkv.decode.memory import live_bytes, weigh
 from mlxkv.decode.request import Request, SamplingParams
 from mlxkv.errors import ConfigError
-from tests import tiny
+from mlxkv.models import load
+from tests import headed, tiny
 from tests.cache.stores import prompt
 from tests.probe import Probe, equal, run, runtime
 
@@ -89,6 +90,14 @@ def test_a_cache_that_grows_takes_more(tiny_model, tmp_path, monkeypatch):
     assert len(made.completion.token_ids) == 300
     assert list(dict.fromkeys(seen)) == [*(RAM - live_bytes(rt.layout, n * ROWS) for n in (1, 2)), RAM]
     assert sum(a.nbytes for a in made.state.live()) == live_bytes(rt.layout, 2 * ROWS)
+    rt.store.close()
+
+
+def test_a_head_is_part_of_the_weights(tmp_path):
+    rt = runtime(folder := headed.make(tmp_path / "model"), tmp_path / "c")
+    loaded = load(folder)
+    assert rt.memory.weights == weigh(loaded.model, loaded.head) > weigh(loaded.model)
+    assert weigh(loaded.model, loaded.model) == weigh(loaded.model)
     rt.store.close()
 
 
