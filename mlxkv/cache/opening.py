@@ -77,7 +77,7 @@ def open_index(
     except sqlite3.DatabaseError as e:
         if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
             raise  # busy, not damaged
-        if getattr(e, "sqlite_errorcode", 0) & 0xFF in _NO_DAMAGE:
+        if getattr(e, "sqlite_errorcode", 0) & 0xFF in _NO_DAMAGE and not _other_format(folder.path / FILE):
             raise
         if not lock.try_alone(_WAIT):
             raise FolderRefused(
@@ -105,6 +105,13 @@ def _say_unseen(folder: CacheFolder) -> None:
             first,
             error.strerror or error,
         )
+
+
+def _other_format(path: Path) -> bool:
+    """Whether the header names a version of the file format that SQLite would only read, or not even that."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return any(version not in (1, 2) for version in file.read(20)[18:])
+    return False
 
 
 def _begun(folder: CacheFolder) -> bool:

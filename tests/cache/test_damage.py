@@ -295,6 +295,16 @@ def test_a_name_in_the_index_that_is_no_text(written, tmp_path):
         assert written.ask_anew(folder) == (N1, None)
 
 
+def test_an_index_of_a_format_that_sqlite_only_reads(written, tmp_path):
+    """One flipped bit in the header, and SQLite calls the file read-only: it is built again, not refused for ever."""
+    folder = tmp_path / "c"
+    shutil.copytree(written.folder, folder)
+    data = bytearray((folder / "index.sqlite").read_bytes())
+    data[18] ^= 8
+    (folder / "index.sqlite").write_bytes(data)
+    assert written.ask_anew(folder) == (N1, None)
+
+
 def test_a_damaged_answer_is_no_answer(written, tmp_path):
     """An answers table that lies, or runs in a circle, gives no ids and no hang."""
     rt = written.copy(tmp_path / "c")
