@@ -30,7 +30,7 @@ def told(made):
     return done.token_ids, asdict(done.usage), asdict(done.cache), made.logits.tobytes()
 
 
-@pytest.mark.parametrize(("arch", "ram"), [("llama", 0), ("llama", RAM), ("qwen3_5", RAM)])
+@pytest.mark.parametrize(("arch", "ram"), [("llama", 0), ("qwen3_5", RAM)])
 def test_nothing_is_learnt_of_another_salt(tiny_model, tmp_path, arch, ram):
     """Ruby asks the same, less, more and branches of what Opal has stored, before and after it is there."""
     own = prompt()
