@@ -13,6 +13,7 @@ import pytest
 
 from mlxkv.cache.catalogue import Forest, look
 from mlxkv.cache.eviction import free
+from mlxkv.cache.ledger import minimum
 from mlxkv.cache.merging import Merger
 from mlxkv.cache.policy import Policy
 from mlxkv.cache.record import Reader
@@ -267,6 +268,38 @@ def test_it_costs_no_more_than_it_may(folder):
         merged(store)
     assert records(folder / "c") == there and not store.writer.counters.faults
     assert answers(model, store, prompts) == before
+    store.close()
+
+
+def test_the_budget_holds_while_it_merges(folder):
+    """At every write and rename, with a budget that is nearly used up: what the files weigh is never over it."""
+    model = MODELS["mixed"]
+    budget = minimum(model.layout, BLOCK) + (160 << 10)
+    over, seen = [], 0
+
+    def watched(real):
+        def call(*args, **more):
+            nonlocal seen
+            out = real(*args, **more)
+            seen += 1
+            if (size := store.folder.size()) > budget:
+                over.append(size)
+            return out
+
+        return call
+
+    store, prompts = talk(model, folder / "c", turns=16, budget=budget)
+    room = budget - store.index.charge()
+    (folder / "c" / "foreign").write_bytes(bytes(room - 8000))  # the block's file and the index's growth have no place
+    store.ledger.rescan(every=0)
+    with mock.patch.object(os, "write", watched(os.write)), mock.patch.object(os, "replace", watched(os.replace)):
+        assert merged(store).writer.counters.merged_blocks == 0
+        (folder / "c" / "foreign").write_bytes(bytes(max(0, room - (140 << 10))))
+        store.ledger.rescan(every=0)
+        assert merged(store).writer.counters.merged_blocks == len(prompts) * 6 // BLOCK
+    assert seen and not over
+    verify(folder / "c", store)
+    assert all(ask(model, store, prompt, keep=False).reason is None for prompt in prompts)
     store.close()
 
 
