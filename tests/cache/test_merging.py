@@ -48,7 +48,7 @@ def rows(folder: Path) -> dict[int, tuple[int, int]]:
     return out
 
 
-def talk(model: Model, folder: Path, turns: int = 12, **options) -> tuple[PrefixStore, list[list[int]]]:
+def talk(model: Model, folder: Path, turns: int = 9, **options) -> tuple[PrefixStore, list[list[int]]]:
     """A conversation of turns of six tokens; the store is returned open, with the prompt of each turn."""
     store = model.open(folder, block=BLOCK, **options)
     prompts, tokens = [], [7, 7]
@@ -174,7 +174,7 @@ def test_what_another_branch_hangs_on_stays(folder):
 def test_a_merge_that_was_cut_short(where, folder):
     """Nothing is lost, nothing is said to be damaged, and the next pass does the rest."""
     model = MODELS["mixed"]
-    store, prompts = talk(model, folder / "a")
+    store, prompts = talk(model, folder / "a", turns=6)
     before = answers(model, store, prompts)
     store.close()
     shutil.copytree(folder / "a", folder / "b")
@@ -256,7 +256,7 @@ def test_a_plan_from_before(folder):
 def test_it_costs_no_more_than_it_may(folder):
     """Without room in the folder, or in the day's writes, nothing is evicted and nothing is merged."""
     model = MODELS["mixed"]
-    store, prompts = talk(model, folder / "c")
+    store, prompts = talk(model, folder / "c", turns=6)
     before, there = answers(model, store, prompts), records(folder / "c")
     used = stats(folder / "c")["written_today"]
     store.close()
@@ -311,7 +311,7 @@ def _no_room(*args, **more):
 
 def test_a_damaged_piece_is_left_for_a_look_up(folder):
     model = MODELS["mixed"]
-    store, prompts = talk(model, folder / "c")
+    store, prompts = talk(model, folder / "c", turns=6)
     victim = next(p for p in records(folder / "c", "rows") if Reader.open(p).meta.end == 7)
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
