@@ -13,6 +13,7 @@ import pytest
 
 from mlxkv.cache.catalogue import Forest, look
 from mlxkv.cache.eviction import free
+from mlxkv.cache.ledger import minimum
 from mlxkv.cache.merging import Merger
 from mlxkv.cache.policy import Policy
 from mlxkv.cache.record import Reader
@@ -47,7 +48,7 @@ def rows(folder: Path) -> dict[int, tuple[int, int]]:
     return out
 
 
-def talk(model: Model, folder: Path, turns: int = 12, **options) -> tuple[PrefixStore, list[list[int]]]:
+def talk(model: Model, folder: Path, turns: int = 9, **options) -> tuple[PrefixStore, list[list[int]]]:
     """A conversation of turns of six tokens; the store is returned open, with the prompt of each turn."""
     store = model.open(folder, block=BLOCK, **options)
     prompts, tokens = [], [7, 7]
@@ -173,7 +174,7 @@ def test_what_another_branch_hangs_on_stays(folder):
 def test_a_merge_that_was_cut_short(where, folder):
     """Nothing is lost, nothing is said to be damaged, and the next pass does the rest."""
     model = MODELS["mixed"]
-    store, prompts = talk(model, folder / "a")
+    store, prompts = talk(model, folder / "a", turns=6)
     before = answers(model, store, prompts)
     store.close()
     shutil.copytree(folder / "a", folder / "b")
@@ -255,7 +256,7 @@ def test_a_plan_from_before(folder):
 def test_it_costs_no_more_than_it_may(folder):
     """Without room in the folder, or in the day's writes, nothing is evicted and nothing is merged."""
     model = MODELS["mixed"]
-    store, prompts = talk(model, folder / "c")
+    store, prompts = talk(model, folder / "c", turns=6)
     before, there = answers(model, store, prompts), records(folder / "c")
     used = stats(folder / "c")["written_today"]
     store.close()
@@ -270,6 +271,38 @@ def test_it_costs_no_more_than_it_may(folder):
     store.close()
 
 
+def test_the_budget_holds_while_it_merges(folder):
+    """At every write and rename, with a budget that is nearly used up: what the files weigh is never over it."""
+    model = MODELS["mixed"]
+    budget = minimum(model.layout, BLOCK) + (160 << 10)
+    over, seen = [], 0
+
+    def watched(real):
+        def call(*args, **more):
+            nonlocal seen
+            out = real(*args, **more)
+            seen += 1
+            if (size := store.folder.size()) > budget:
+                over.append(size)
+            return out
+
+        return call
+
+    store, prompts = talk(model, folder / "c", turns=16, budget=budget)
+    room = budget - store.index.charge()
+    (folder / "c" / "foreign").write_bytes(bytes(room - 8000))  # the block's file and the index's growth have no place
+    store.ledger.rescan(every=0)
+    with mock.patch.object(os, "write", watched(os.write)), mock.patch.object(os, "replace", watched(os.replace)):
+        assert merged(store).writer.counters.merged_blocks == 0
+        (folder / "c" / "foreign").write_bytes(bytes(max(0, room - (140 << 10))))
+        store.ledger.rescan(every=0)
+        assert merged(store).writer.counters.merged_blocks == len(prompts) * 6 // BLOCK
+    assert seen and not over
+    verify(folder / "c", store)
+    assert all(ask(model, store, prompt, keep=False).reason is None for prompt in prompts)
+    store.close()
+
+
 def _no_room(*args, **more):
     from mlxkv.cache.index import OverBudget
 
@@ -278,7 +311,7 @@ def _no_room(*args, **more):
 
 def test_a_damaged_piece_is_left_for_a_look_up(folder):
     model = MODELS["mixed"]
-    store, prompts = talk(model, folder / "c")
+    store, prompts = talk(model, folder / "c", turns=6)
     victim = next(p for p in records(folder / "c", "rows") if Reader.open(p).meta.end == 7)
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
