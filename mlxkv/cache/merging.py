@@ -85,7 +85,10 @@ class Merger:
         self._since: float | None = None  # nothing was in two places then
 
     def run(self) -> bool:
-        """Merge what can be merged; False if something came between. Raises OSError, sqlite3.Error."""
+        """Merge what can be merged; False if something came between, or records wait to be taken into the index: nobody
+        knows what they hang on. Raises OSError, sqlite3.Error."""
+        if self._index.any_waiting():
+            return False
         mine = (self._layout.digest, self._block)
         now, self._room = self._index.used(), True
         twice = (_TWICE, mine) if self._since is None else (_RECENT, (*mine, self._since))

@@ -46,7 +46,8 @@ def _take_in_chains(folder: CacheFolder, index: Index, keys: list[bytes], kinds:
     """Adopt what waits of these entries, and of the pieces that have the rows before theirs. False if the rows of one
     were merged into a block that still waits, as it seems."""
     todo, seen, most = keys, set(keys), step(index)
-    while files := [file for key in todo for file in index.waiting_of(key)]:
+    while todo:  # a base may wait where nothing else does
+        files = [file for key in todo for file in index.waiting_of(key)]
         for i in range(0, len(files), most):
             take_in(folder, index, files[i : i + most])
         bases = {entry.base for key in todo if (entry := index.entry(key)) is not None and entry.base is not None}

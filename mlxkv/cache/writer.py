@@ -347,7 +347,7 @@ class Writer:
             self._merger = self._make_merger(commit, self._interrupted)
         self._unmerged = False  # what is left over now is left until something is written
         try:
-            self._merger.run()
+            self._unmerged = not self._merger.run()
         except OSError as e:  # nothing is lost; a group that is to be written will find out whether it lasts
             self.counters.fault("merge", str(e))
             log.warning("pieces of blocks were not merged: %s", e)

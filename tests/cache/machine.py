@@ -15,6 +15,7 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from mlxkv.cache.adoption import AT_ONCE
 from mlxkv.cache.eviction import free
 from mlxkv.cache.folder import FolderRefused
 from mlxkv.cache.record import LongRecord, Reader, RecordError
@@ -236,19 +237,26 @@ class StoreMachine(RuleBasedStateMachine):
             old[1].close()
             self.stores[slot] = None
 
-    @rule(slot=st.integers(0, 1), other=st.booleans(), ram=st.sampled_from((0, 4000, 1 << 30)))
-    def reopen(self, slot: int, other: bool, ram: int = 0) -> None:
+    @rule(
+        slot=st.integers(0, 1),
+        other=st.booleans(),
+        ram=st.sampled_from((0, 4000, 1 << 30)),
+        at_once=st.sampled_from((0, 3, AT_ONCE)),
+    )
+    def reopen(self, slot: int, other: bool, ram: int = 0, at_once: int = AT_ONCE) -> None:
         """Another process's restart, as far as the folder can tell; the second slot is open besides the first. ``ram``:
-        bytes of records that it keeps in RAM too."""
+        bytes of records that it keeps in RAM too. ``at_once``: records that it takes into its index before it goes on,
+        where that does not know them."""
         self._close(slot)
+        options = {"block": self.block, "ram_budget": ram, "at_once": at_once}
         model = twin(self.model) if other else self.model
         try:
-            self.stores[slot] = (model, model.open(self.folder, block=self.block, ram_budget=ram))
+            self.stores[slot] = (model, model.open(self.folder, **options))
         except FolderRefused:
             # two damaged openings at once may find each other's index locked; alone it must open
             for each in (0, 1):
                 self._close(each)
-            self.stores[0] = (model, model.open(self.folder, block=self.block, ram_budget=ram))
+            self.stores[0] = (model, model.open(self.folder, **options))
         if slot == 1 and self.stores[0] is None:
             self.reopen(0, False)
 
