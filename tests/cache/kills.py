@@ -88,7 +88,8 @@ def victim(model: str, folder: str, seed: int) -> None:
 
 
 class Victims:
-    """A source of processes to kill. ``one`` starts one and kills it; gives the prompts it said were durable."""
+    """A source of processes to kill. ``one`` starts one and kills it ``after`` so many seconds, counted from its start
+    or, with ``first``, from when it said that something was durable; gives the prompts it said were."""
 
     def __init__(self) -> None:
         self.source = subprocess.Popen(
@@ -99,14 +100,14 @@ class Victims:
             bufsize=0,  # what was said is read here, not kept in a buffer
         )
 
-    def one(self, model: str, folder: Path, seed: int, after: float) -> list[list[int]]:
+    def one(self, model: str, folder: Path, seed: int, after: float, *, first: bool = False) -> list[list[int]]:
         assert self.source.stdin is not None and self.source.stdout is not None
         self.source.stdin.write(json.dumps([model, str(folder), seed]).encode() + b"\n")
         self.source.stdin.flush()
         pid, _ = json.loads(self.source.stdout.readline())
+        said, fd = self.source.stdout.readline() if first else b"", self.source.stdout.fileno()
         time.sleep(after)
         os.kill(pid, signal.SIGKILL)
-        said, fd = b"", self.source.stdout.fileno()
         while not said.endswith(b"gone\n"):  # the source says so once it has buried its child
             assert select.select([fd], [], [], 30)[0]
             more = os.read(fd, 1 << 16)
@@ -126,7 +127,7 @@ class Victims:
 def killed_once(victims: Victims, folder: Path, rng: random.Random) -> int:
     """Kill a writer at a random moment; what it reported durable is there, and the folder is sound."""
     model = rng.choice(sorted(MODELS))
-    durable = victims.one(model, folder, rng.randrange(1 << 32), rng.random() * 0.08)
+    durable = victims.one(model, folder, rng.randrange(1 << 32), rng.random() * 0.08, first=rng.random() < 0.5)
     store = MODELS[model].open(folder)
     for prompt in durable:
         got = ask(MODELS[model], store, prompt, keep=False)
