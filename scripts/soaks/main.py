@@ -127,14 +127,14 @@ def damage(folder: Path, rng: random.Random, seconds: float) -> Count:
 
 
 def hurt(victim: Path, files: list[Path], rng: random.Random) -> None:
-    data = bytearray(victim.read_bytes())
+    data = bytearray(victim.read_bytes() or b"x")  # one was cut to nothing before
     kind = rng.choice(("cut", "flip", "swap", "longer", "gone", "zero"))
     if kind == "cut":
         del data[rng.randrange(len(data)) :]
     elif kind == "flip":
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     elif kind == "swap":
-        data = bytearray(rng.choice(files).read_bytes())
+        data = bytearray(rng.choice([path for path in files if path.exists()]).read_bytes())
     elif kind == "longer":
         data += b"x" * rng.randint(1, 100)
     elif kind == "zero":
