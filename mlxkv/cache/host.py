@@ -50,6 +50,11 @@ class Destination:
         assert self._host is not None
         self._host[:, :, a : a + rows.shape[2]] = rows
 
+    def clear_rows(self, a: int, b: int) -> None:
+        """Make rows [a, b) zero again."""
+        assert self._host is not None
+        self._host[:, :, a:b] = 0
+
     def rows(self, a: int, b: int) -> np.ndarray:
         """Rows [a, b) of ``[1, heads, rows, width]``, seen, not copied; not to be kept."""
         assert self._host is not None

@@ -23,15 +23,19 @@ from .tensors import TensorSpec
 
 
 class RestoreFailed(Exception):
-    """One record of the plan failed; ``error`` says how, ``tier`` where it was read. What was read is discarded."""
+    """One record of the plan failed; ``error`` says how, ``tier`` where it was read. ``num_succeeded`` is how many
+    pieces of the plan were read and verified before: they are not read again for the next plan that begins with them.
+    """
 
-    def __init__(self, entry: Entry, kind: str, error: RecordError, tier: str) -> None:
+    def __init__(self, entry: Entry, kind: str, error: RecordError, tier: str, num_succeeded: int = 0) -> None:
         super().__init__(f"{entry.key.hex()[:12]}.{kind} ({tier}): {error}")
         self.entry, self.kind, self.error, self.tier = entry, kind, error, tier
+        self.num_succeeded = num_succeeded
 
 
 class Restorer:
-    """Reads for one plan into destinations that belong to nobody else yet: from RAM what is there, else from disk.
+    """Reads for one request into destinations that belong to nobody else yet: from RAM what is there, else from disk.
+    Where a record fails, ``run`` goes on with the next plan after the pieces that both begin with.
 
     What was read from disk is kept in RAM, as far as its budget goes. ``used`` are the tiers that were read. A file may
     hold more rows than the index says: others were merged into it.
@@ -43,6 +47,10 @@ class Restorer:
         #: entries whose files hold more rows than the index says
         self.other: dict[bytes, Entry] = {}
         self._promoted = 0
+        # rows: where they are read to, the pieces verified there with the tiers that gave them, and the end of what was touched
+        self._into: dict[str, Destination] = {}
+        self._verified: list[tuple[Piece, str]] = []
+        self._touched = 0
 
     def run(self, plan: Plan, state: SequenceState, capacity: int) -> int:
         """Bring a fresh ``state`` to ``plan.position``, growing buffers with room for ``capacity`` rows; returns the
@@ -50,6 +58,7 @@ class Restorer:
         arrays: dict[str, mx.array] = {}
         read = 0
         position = plan.position
+        self.used.clear()
         if plan.state is not None:  # first: where it fails, an earlier state is next, and rows would be read again
             read += self._state(plan.state, position, arrays)
         if plan.pieces:
@@ -88,7 +97,7 @@ class Restorer:
                     self.other[entry.key] = entry
                 yield reader
         except RecordError as e:
-            raise RestoreFailed(entry, kind, e, tier) from e
+            raise RestoreFailed(entry, kind, e, tier, len(self._verified)) from e
         self.used.add(tier)
 
     def _compare(self, m: Meta, piece: Piece, kind: str) -> None:
@@ -120,11 +129,15 @@ class Restorer:
 
     def _rows(self, plan: Plan, capacity: int, arrays: dict[str, mx.array]) -> int:
         specs = self.layout.tensors("rows")
-        into = {t.name: Destination(t.sized(capacity), t.dtype) for t in specs}
+        into = self._into or {t.name: Destination(t.sized(capacity), t.dtype) for t in specs}
+        self._into = into
+        self._verified = self._verified[: _shared([piece for piece, _ in self._verified], plan.pieces)]
+        self.used.update(tier for _, tier in self._verified)
         factors = [t for name in self.layout.packings for t in specs if t.name in (f"{name}.scales", f"{name}.biases")]
         read = 0
-        for piece in plan.pieces:
+        for piece in plan.pieces[len(self._verified) :]:
             a, b = piece.start, piece.end
+            self._touched = max(self._touched, b)
             with self._open(piece, "rows") as reader:
                 held = range(reader.meta.row_start, reader.meta.end)
                 reader.require(specs, len(held))
@@ -134,14 +147,18 @@ class Restorer:
                         reader.read_into(t.name, into[t.name].row_views(a, b))
                     _require_finite({t.name: into[t.name].rows(a, b) for t in factors}, factors)
                     self._promote(reader, lambda a=a, b=b: {name: d.copy_rows(a, b) for name, d in into.items()})
-                    continue
-                # a part of them: all are read and verified in memory of their own
-                whole = {t.name: reader.read(t.name) for t in specs}
-                _require_finite(whole, factors)
-                for name, rows in whole.items():
-                    into[name].put_rows(a, rows[:, :, a - held.start : b - held.start])
-                self._promote(reader, lambda whole=whole: whole)
+                else:  # a part of them: all are read and verified in memory of their own
+                    whole = {t.name: reader.read(t.name) for t in specs}
+                    _require_finite(whole, factors)
+                    for name, rows in whole.items():
+                        into[name].put_rows(a, rows[:, :, a - held.start : b - held.start])
+                    self._promote(reader, lambda whole=whole: whole)
+                tier = "ram" if isinstance(reader, RamReader) else "ssd"
+            self._verified.append((piece, tier))
+        for destination in into.values():  # what an earlier plan left there: rows that nobody has verified, NaN even
+            destination.clear_rows(plan.position, self._touched)
         arrays.update({name: d.release() for name, d in into.items()})
+        self._into, self._verified, self._touched = {}, [], 0
         return read
 
     def _windows(self, plan: Plan, arrays: dict[str, mx.array]) -> int:
@@ -183,6 +200,12 @@ class Restorer:
             self._promote(reader, lambda: {name: d.copy() for name, d in into.items()})
         arrays.update({name: d.release() for name, d in into.items()})
         return sum(t.nbytes(0) for t in specs)
+
+
+def _shared(a: list[Piece], b: list[Piece]) -> int:
+    """How many pieces two plans have in common, from the first on."""
+    same = ((x.entry.key, x.start, x.end) == (y.entry.key, y.start, y.end) for x, y in zip(a, b, strict=False))
+    return next((i for i, equal in enumerate(same) if not equal), min(len(a), len(b)))
 
 
 def _require_finite(arrays: Mapping[str, np.ndarray], factors: list[TensorSpec]) -> None:

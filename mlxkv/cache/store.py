@@ -308,6 +308,7 @@ class PrefixStore:
         bad: set[tuple[bytes, str]] = set()
         adopted: set[tuple[bytes, str]] = set()
         failure: str | None = None
+        restorer = Restorer(self.folder, self.ram, space, self.layout, tokens)
 
         def again() -> Plan:
             try:
@@ -320,7 +321,6 @@ class PrefixStore:
             self._pinned = frozenset(p.entry.key for p in plan.pieces)
             self.ram.touch([*([plan.state.key] if plan.state else []), *(p.entry.key for p in reversed(plan.pieces))])
             state = new_state()  # which may take memory of the RAM tier's: not of what is read now, if it can be
-            restorer = Restorer(self.folder, self.ram, space, self.layout, tokens)
             try:
                 restorer.run(plan, state, capacity)
             except RestoreFailed as e:
