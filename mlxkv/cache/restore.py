@@ -47,7 +47,7 @@ class Restorer:
         #: entries whose files hold more rows than the index says
         self.other: dict[bytes, Entry] = {}
         self._promoted = 0
-        # rows: where they are read to, the pieces verified there with the tiers that gave them, and the end of what was touched
+        # rows: where they are read to, which pieces (and tiers) were verified there, and the end of what was touched
         self._into: dict[str, Destination] = {}
         self._verified: list[tuple[Piece, str]] = []
         self._touched = 0
