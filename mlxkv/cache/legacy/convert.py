@@ -1,0 +1,126 @@
+"""Convert: a proven prefix becomes drafts on the store's own grid, as a recorder would have cut them.
+
+Rows are cut at block borders and at the places where the prefix can be resumed; each row is written once. A window is
+stored for the span that its strips cover: where that begins inside a block, the block's rows are cut there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..keys import Identity, KeySpace
+from ..layout import Layout
+from ..ram import Draft
+from ..record import Body, Meta
+from .prefix import HostArrays, Prefix, Stand, Strip
+from .reasons import Refused
+
+#: a group holds so many bytes, or one entry
+GROUP_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is converted to: keys, layout and identity of the store that takes it."""
+
+    space: KeySpace
+    layout: Layout
+    identity: Identity
+    software: str
+
+    def drafts(self, prefix: Prefix) -> Iterator[list[Draft]]:
+        """Groups of drafts, in the order in which they hang on each other. Raises Refused (SHAPE, DTYPE, NOT_FINITE,
+        SHORT) where what the prefix gives is not what the layout holds."""
+        stands = {s.position: s for s in prefix.stands if 0 < s.position <= len(prefix.tokens)}
+        group: list[Draft] = []
+        size = 0
+        parent, base, written = self.space.root, None, 0
+        for end in self._cuts(prefix, stands):
+            start = (end - 1) // self.space.block * self.space.block
+            draft = self._draft(prefix, stands.get(end), parent, base, start, written, end)
+            if group and size + draft.nbytes > GROUP_BYTES:
+                yield group
+                group, size = [], 0
+            group.append(draft)
+            size += draft.nbytes
+            full = end % self.space.block == 0
+            parent, base = (draft.meta.key, None) if full else (parent, draft.meta.key)
+            written = end
+        if group:
+            yield group
+
+    def _cuts(self, prefix: Prefix, stands: dict[int, Stand]) -> list[int]:
+        last = len(prefix.tokens)
+        cuts = set(range(self.space.block, last + 1, self.space.block)) | set(stands)
+        if self.layout.windows:
+            cuts |= {s.start for stand in stands.values() for s in stand.strips if 0 < s.start < last}
+        return sorted(cuts)
+
+    def _draft(
+        self, prefix: Prefix, stand: Stand | None, parent: bytes, base: bytes | None, start: int, written: int, end: int
+    ) -> Draft:
+        tokens = prefix.tokens[start:end]
+        row_start = max(start, written)
+        bodies = {"rows": self._body("rows", prefix.rows(row_start, end) if self._has("rows") else {}, end - row_start)}
+        if self._has("window") and (window := _windows(prefix.stands, row_start, end)) is not None:
+            bodies["window"] = self._body("window", window, end - row_start)
+        if stand is not None and self.layout.needs_state:
+            bodies["state"] = self._body("state", stand.state, 0)
+        meta = Meta(
+            kind="",
+            key=self.space.key(parent, tokens),
+            root=self.space.root,
+            parent=parent,
+            start=start,
+            end=end,
+            row_start=row_start,
+            base=base if row_start > start else None,
+            tokens=tuple(tokens),
+            block=self.space.block,
+            layout=self.layout.digest,
+            model=self.identity.name,
+            fingerprint=self.identity.fingerprint,
+            compute=self.identity.compute_json(),
+            software=self.software,
+            role="message" if "state" in bodies else "",
+        )
+        return Draft(meta, bodies, tuple(k for k in (parent, meta.base) if k is not None))
+
+    def _has(self, kind: str) -> bool:
+        return any(True for _ in self.layout.tensors(kind))
+
+    def _body(self, kind: str, arrays: HostArrays, rows: int) -> Body:
+        """The body of a record, after its names, dtypes, shapes and values were compared with the layout."""
+        specs = {t.name: t for t in self.layout.tensors(kind)}
+        if set(arrays) != set(specs):
+            odd = sorted(set(arrays) ^ set(specs))
+            raise Refused("LAYOUT", f"{kind}: {', '.join(odd[:4])} on one side only")
+        for name, (dtype, array) in arrays.items():
+            if dtype != specs[name].dtype:
+                raise Refused("DTYPE", f"{name} is {dtype}, the model keeps {specs[name].dtype}")
+            if array.shape != specs[name].sized(rows):
+                raise Refused("SHAPE", f"{name} is {array.shape}, the model keeps {specs[name].sized(rows)}")
+            if not finite(dtype, array):
+                raise Refused("NOT_FINITE", name)
+        return Body.of(arrays)
+
+
+def finite(dtype: str, array: np.ndarray) -> bool:
+    """Whether no value is NaN or infinity. ``array`` holds bfloat16 as uint16."""
+    if dtype == "BF16":
+        return not bool(np.any((array & 0x7F80) == 0x7F80))
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _windows(stands: tuple[Stand, ...], a: int, b: int) -> HostArrays | None:
+    """Windowed rows [a, b), from one strip that covers them; None if no strip does."""
+    strip: Strip | None = next((s for stand in stands for s in stand.strips if s.start <= a and b <= s.end), None)
+    if strip is None:
+        return None
+    out: HostArrays = {}
+    for name, (dtype, array) in strip.arrays.items():
+        out[name] = dtype, np.ascontiguousarray(array[:, :, a - strip.start : b - strip.start])
+    return out
