@@ -11,26 +11,22 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from ..index import OverBudget
 from ..ledger import Ledger
 from ..tensors import RECORD_KINDS
-from .reasons import Refused
+from .header import HostileFile, Signature
 
 FILE = "imports.sqlite"
 VERSION = 1  # of the tables, and of what is refused: a journal of another version begins anew
 PAGE = 4096
 #: refusals that are remembered, the newest
 REFUSALS = 10_000
-_CHUNK = 1 << 20
 _PATIENCE = 10.0
 #: times to try to make room
 _TRIES = 4
@@ -67,20 +63,6 @@ class NoRoom(Exception):
 
 
 @dataclass(frozen=True)
-class Signature:
-    """What tells that a file is still the one that was read, short of reading it again."""
-
-    size: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, info: os.stat_result) -> Signature:
-        """Of ``os.fstat`` on the descriptor that was read, or of ``os.lstat``."""
-        return cls(info.st_size, info.st_mtime_ns, info.st_ino)
-
-
-@dataclass(frozen=True)
 class FileDigest:
     """A file as it is: XXH3 (128 bits) of its whole content, and its signature, which was the same before and after."""
 
@@ -89,35 +71,24 @@ class FileDigest:
 
 
 def read_digest(path: Path) -> FileDigest:
-    """Raises Refused (NOT_A_FILE, UNREADABLE, CHANGED)."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as e:
-        raise Refused("NOT_A_FILE" if path.is_symlink() else "UNREADABLE", e.strerror or str(e), path) from e
-    try:
-        before = os.fstat(fd)
-        if not stat.S_ISREG(before.st_mode):
-            raise Refused("NOT_A_FILE", path=path)
-        h, at = xxhash.xxh3_128(), 0
-        while at <= before.st_size and (part := os.pread(fd, _CHUNK, at)):
-            h.update(part)
-            at += len(part)
-        if at != before.st_size or Signature.of(os.fstat(fd)) != Signature.of(before):
-            raise Refused("CHANGED", path=path)
-        return FileDigest(Signature.of(before), h.digest())
-    except OSError as e:
-        raise Refused("UNREADABLE", e.strerror or str(e), path) from e
-    finally:
-        os.close(fd)
+    """Raises Refused."""
+    with HostileFile.open(path, ordered=False) as file:
+        return FileDigest(file.signature, bytes.fromhex(file.digest()))
 
 
 @dataclass(frozen=True)
 class Imported:
     """What the journal says of a file. ``records``: key -> kinds of records that were durable when it was written."""
 
-    signature: Signature
+    size: int
+    mtime_ns: int
+    inode: int
     digest: bytes
     records: dict[bytes, frozenset[str]]
+
+    def same(self, signature: Signature) -> bool:
+        """Whether nothing about the file, short of its content, says that it is another one."""
+        return (self.size, self.mtime_ns, self.inode) == (signature.size, signature.mtime, signature.inode)
 
 
 class Journal:
@@ -172,7 +143,7 @@ class Journal:
             " WHERE f.source = (SELECT id FROM sources WHERE path = ?) AND f.name = ? AND f.root = ?"
         )
         row = self._db.execute(query, (_name(source), name, root)).fetchone()
-        return None if row is None else Imported(Signature(*row[:3]), row[3], _unpack(row[4]))
+        return None if row is None else Imported(*row[:4], _unpack(row[4]))
 
     def note(
         self,
@@ -191,7 +162,7 @@ class Journal:
                 s = file.signature
                 self._db.execute(
                     "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (where, name, root, s.size, s.mtime_ns, s.inode, file.digest, added),
+                    (where, name, root, s.size, s.mtime, s.inode, file.digest, added),
                 )
                 self._db.execute("DELETE FROM refusals WHERE source = ? AND name = ? AND root = ?", (where, name, root))
             self._tidy(before)
@@ -201,7 +172,7 @@ class Journal:
         with self._writing(0, 2):
             self._db.execute(
                 "UPDATE files SET size = ?, mtime_ns = ?, inode = ? WHERE source = ? AND name = ? AND root = ?",
-                (signature.size, signature.mtime_ns, signature.inode, self._source(source), name, root),
+                (signature.size, signature.mtime, signature.inode, self._source(source), name, root),
             )
 
     def forget(self, source: Path, names: Iterable[str]) -> None:
@@ -229,7 +200,7 @@ class Journal:
             self._db.execute(
                 "INSERT OR REPLACE INTO refusals (source, name, root, size, mtime_ns, inode, code)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (self._source(source), name, root, s.size, s.mtime_ns, s.inode, code),
+                (self._source(source), name, root, s.size, s.mtime, s.inode, code),
             )
             self._db.execute("DELETE FROM refusals WHERE id <= (SELECT max(id) FROM refusals) - ?", (REFUSALS,))
 
@@ -240,7 +211,7 @@ class Journal:
             " AND size = ? AND mtime_ns = ? AND inode = ?"
         )
         s = signature
-        row = self._db.execute(query, (_name(source), name, root, s.size, s.mtime_ns, s.inode)).fetchone()
+        row = self._db.execute(query, (_name(source), name, root, s.size, s.mtime, s.inode)).fetchone()
         return None if row is None else row[0]
 
     # the file

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .convert import Target
-from .journal import Journal, Signature
+from .header import Signature
+from .journal import Journal
 from .prefix import Prefix
 
 
 @dataclass(frozen=True)
 class Found:
     """One file of a source. ``code`` is one of ``reasons.REASONS``, or None where nothing speaks against it so far;
-    ``detail`` says what was found. ``signature`` is of ``os.fstat`` on the descriptor through which it was read, or of
+    ``detail`` says what was found. ``signature`` is that of the open file that was read (``HostileFile.signature``), or of
     ``os.lstat`` where it was not opened; None where even that failed."""
 
     path: Path
