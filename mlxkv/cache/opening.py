@@ -11,7 +11,7 @@ from pathlib import Path
 from .folder import CacheFolder, FolderRefused, adopt, parse, weight
 from .index import FILE, LOOK_UPS, PAGE, TABLES, VERSION, Index, OverBudget
 from .lock import FolderLock, LockRefused
-from .record import Reader, RecordError
+from .record import Reader, RecordError, is_newer
 from .tensors import ROW_KINDS
 
 #: told (records done, of how many) while the index is built again
@@ -186,13 +186,15 @@ def _weigh(folder: CacheFolder) -> dict[str, tuple[int, float]]:
 
 
 def _make_place(folder: CacheFolder, sizes: dict[str, tuple[int, float]], budget: int) -> None:
-    """Remove the oldest records until the others and an index of them fit."""
+    """Remove the oldest records, but none of a later version's, until the others and an index of them fit."""
     # an index row with 256 ids, twice, in pages that are half full
     row = int((2 * 1024 + 512) / _PACKED)
     total = folder.size() + 16 * PAGE + row * len(sizes)
     for name in sorted(sizes, key=lambda n: sizes[n][1]):
         if total <= budget:
             break
+        if is_newer(folder.file(*parse(name))):
+            continue
         with contextlib.suppress(OSError):
             folder.file(*parse(name)).unlink()
         total -= sizes.pop(name)[0] + row
