@@ -1,7 +1,7 @@
 """One block file of oMLX, checked as far as it can be by itself: its name, header, metadata, tensors and layers.
 
-The state of a layer is a list of elements, one tensor each: ``layer_{i}_state_{k}`` (or ``_keys`` and ``_values``), of a
-member of a CacheList ``layer_{i}_sub_{j}_state_{k}``. Metadata marks elements that are None or have a dimension of 0,
+The state of a layer is a list of elements, one tensor each: ``layer_{i}_state_{k}`` (or ``_keys`` and ``_values``), of
+a member of a CacheList ``layer_{i}_sub_{j}_state_{k}``. Metadata marks elements that are None or have a dimension of 0,
 whose tensor is a single float32 zero then. A layer that could not be cut at the block's end is a *placeholder*: two
 such zeros without a mark. What a layer means to a model is the business of ``omlx_layers``; where the block stands in
 a chain, of ``omlx_chain``.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .header import HostileFile
-from .omlx_keys import MAX_BLOCK, SUFFIX, digest_of, is_hash
+from .omlx_keys import MAX_BLOCK, digest_of
 from .reasons import Refused
 from .strict import loads
 
@@ -28,7 +28,7 @@ MAX_MEMBERS = 16
 _MAX_NESTING = 2
 _LIST = "CacheList"
 #: names under which oMLX stores what another class holds
-_CANONICAL = {
+_CANONICAL: dict[str, str] = {
     "SizedArraysCache": "ArraysCache",
     "PrefillReadyRotatingKVCache": "RotatingKVCache",
     "BufferedRotatingKVCache": "RotatingKVCache",
@@ -95,6 +95,10 @@ class BlockFile:
         return self.file.path
 
 
+def _canonical(cls: str) -> str:
+    return _CANONICAL.get(cls, cls)
+
+
 def name_of(path: Path) -> bytes:
     """The hash that a block file is named by. Raises Refused (NAME, NOT_A_FILE): neither it nor its folder is opened
     through a link."""
@@ -143,7 +147,7 @@ class _Parser:
         block = self._number("block_size", MAX_BLOCK) if meta.get("block_size", "0") != "0" else None
         if block is not None and tokens > block:
             raise Refused("COUNTS", f"{tokens} tokens in a block of {block}")
-        read = [self._layer(i, _CANONICAL.get(t, t), m) for i, (t, m) in enumerate(zip(types, metas, strict=True))]
+        read = [self._layer(i, _canonical(t), m) for i, (t, m) in enumerate(zip(types, metas, strict=True))]
         if self.tensors or self.marks:
             left = sorted(self.tensors or self.marks)
             raise Refused("TENSORS", f"nothing says what {left[0][:80]} is")
@@ -232,11 +236,11 @@ class _Parser:
         lists = isinstance(meta, list) and len(meta) == 2 and all(isinstance(m, list) for m in meta)
         if not lists or not len(meta[0]) == len(meta[1]) == members or not all(isinstance(n, str) for n in meta[0]):
             raise Refused("COUNTS", f"layer {i} has {members} members, and its meta names others")
-        return [_CANONICAL.get(n, n) for n in meta[0]], meta[1]
+        return [_canonical(n) for n in meta[0]], meta[1]
 
     def _part(self, here: str, cls: str, meta: Any, sub: int | None) -> Part:
         said = self._mark(f"{here}_state_class_name")
-        if said is not None and _CANONICAL.get(said, said) != cls:
+        if said is not None and _canonical(said) != cls:
             raise Refused("CLASS", f"{here} is a {cls[:40]} and a {said[:40]}")
         if f"{here}_keys" in self.tensors or f"{here}_values" in self.tensors:
             elements = [self._element(f"{here}_{name}", 0) for name in ("keys", "values")]
@@ -303,6 +307,3 @@ class _Parser:
         dtypes = {e.dtype for e in part.elements if not e.empty}
         if len(dtypes) > 1 or not dtypes <= {"F16", "BF16", "F32"}:
             raise Refused("DTYPE", f"{place}: {', '.join(sorted(dtypes))}")
-
-
-__all__ = ["SUFFIX", "BlockFile", "Element", "Layer", "Part", "is_hash", "name_of", "read_block"]
