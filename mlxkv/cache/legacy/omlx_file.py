@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,13 @@ def name_of(path: Path) -> bytes:
     return digest
 
 
-def read_block(path: Path) -> BlockFile:
-    """Checks 1 to 5 of one file; the first that fails is its reason. Raises Refused. The file is closed again."""
+def read_block(path: Path, ours: Callable[[str], bool] = bool) -> BlockFile:
+    """Checks 1 to 5 of one file; the first that fails is its reason. ``ours`` says whether a model name may be ours.
+    Raises Refused. The file is closed again."""
     digest = name_of(path)
     with HostileFile.open(path) as file:
         try:
-            return _Parser(file, digest).block()
+            return _Parser(file, digest, ours).block()
         except Refused as e:
             raise e if e.path is not None else Refused(e.code, e.detail, path) from None
 
@@ -128,6 +130,7 @@ def read_block(path: Path) -> BlockFile:
 class _Parser:
     file: HostileFile
     digest: bytes
+    ours: Callable[[str], bool]
     #: tensors and marks that nothing has asked for yet
     tensors: set[str] = field(default_factory=set)
     marks: set[str] = field(default_factory=set)
@@ -140,6 +143,8 @@ class _Parser:
         if meta.get("block_hash") != self.digest.hex():
             raise Refused("HASH", f"it says {meta.get('block_hash', 'nothing')[:80]}")
         model = meta.get("model_name", "")
+        if not self.ours(model):
+            raise Refused("MODEL", f"it is of {model[:200]!r}")
         types, metas = self._list("layer_cache_types"), self._list("layer_meta_states")
         layers, tokens = self._number("num_layers", MAX_LAYERS), self._number("token_count", MAX_BLOCK)
         if not len(types) == len(metas) == layers or not all(isinstance(t, str) for t in types):
