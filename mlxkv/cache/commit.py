@@ -115,7 +115,7 @@ class Commit:
 
     @staticmethod
     def _lacks_window(draft: Draft, stored: Entry, planner: Planner) -> bool:
-        """Whether a draft brings a window to rows that were stored without one, cut elsewhere: both have the same cut."""
+        """Whether a draft brings a window to rows that have none, and are cut elsewhere: one cut holds for both."""
         brings = "window" in draft.bodies and "window" not in stored.kinds and not planner.whole(stored.key)
         return brings and (draft.meta.row_start, draft.meta.base) != (stored.row_start, stored.base)
 
