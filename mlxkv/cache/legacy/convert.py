@@ -135,7 +135,7 @@ class Target:
 
     def _body(self, kind: str, arrays: HostArrays, rows: int) -> Body:
         """The body of a record, after names, dtypes, shapes and values were compared with what the model holds."""
-        specs = {t.name: t for m in self.layout.members if m.record == kind for t in m.tensors}
+        specs = {t.name: t for t in self.layout.held(kind)}
         if set(arrays) != set(specs):
             odd = sorted(set(arrays) ^ set(specs))
             raise Refused("LAYOUT", f"{kind}: {', '.join(odd[:4])} on one side only")
