@@ -1,0 +1,167 @@
+"""Random headers, and random changes to sound ones, against a reader of hostile files.
+
+What it accepts is checked by other means: the ``safetensors`` library reads the same names and bytes, or the file is
+one that only the library's taste refuses. What it refuses has a code; nothing else is raised, and nothing hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from hypothesis import strategies as st
+
+from mlxkv.cache.legacy.header import DTYPES, HostileFile
+from mlxkv.cache.legacy.reasons import Refused
+
+from .damage import chain, taken_apart
+from .omlx_writer import Style, framed, packed
+
+#: what the header of a hostile file may be refused with
+CODES = {"TOO_SMALL", "HEADER_LENGTH", "HEADER_JSON", "OFFSETS", "SIZES"}
+
+_numbers = st.one_of(
+    st.integers(-4, 300),
+    st.sampled_from([2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63)]),
+)
+_odd = st.one_of(
+    _numbers,
+    st.floats(allow_nan=True),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=4),
+    st.just([]),
+    st.just({}),
+    st.just([[[[]]]]),
+)
+_names = st.sampled_from(["layer_0_state_0", "layer_0_keys", "a", "", "__metadata__", "../x", "\x00", "\udc80", "🙂"])
+_entries = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from([*DTYPES, "F7", "", "f32"]) | _odd,
+            "shape": st.lists(_numbers | _odd, max_size=5) | _odd,
+            "data_offsets": st.lists(_numbers | _odd, min_size=1, max_size=3) | _odd,
+        },
+        optional={"more": _odd},
+    ),
+    _odd,
+)
+_headers = st.dictionaries(_names, _entries, max_size=4)
+#: headers whose numbers fit, so that what comes after them is reached as well
+_shapes = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 3), max_size=4)), max_size=4)
+
+
+def _text(header: Any) -> bytes:
+    return json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def tidy(draw: Any) -> bytes:
+    """A file whose tensors tile its data."""
+    header, at = {}, 0
+    for i, (dtype, shape) in enumerate(draw(_shapes)):
+        n = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize
+        header[f"t{i}"] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + n]}
+        at += n
+    if draw(st.booleans()):
+        header["__metadata__"] = draw(st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))
+    return framed(_text(header), bytes(at))
+
+
+@st.composite
+def wild(draw: Any) -> bytes:
+    """A header of anything, and some bytes."""
+    return framed(_text(draw(_headers)), bytes(draw(st.integers(0, 300))))
+
+
+_SOUND = [packed(b.metadata, b.tensors) for b in chain("list", Style())[:1]]
+
+
+@st.composite
+def changed(draw: Any) -> bytes:
+    """A sound block of a folder whose header was changed in one or two places: a value, a key, or its raw bytes."""
+    raw = draw(st.sampled_from(_SOUND))
+    for _ in range(draw(st.integers(1, 2))):
+        raw = draw(_mutations)(draw, raw)
+    return raw
+
+
+def _value(draw: Any, raw: bytes) -> bytes:
+    try:
+        header, data = taken_apart(raw)
+        name = draw(st.sampled_from(sorted(header)))
+        field = draw(st.sampled_from(sorted(header[name])))
+        old = header[name][field]
+        if isinstance(old, list) and old and draw(st.booleans()):
+            old[draw(st.integers(0, len(old) - 1))] = draw(_odd)
+        else:
+            header[name][field] = draw(_odd)
+    except (ValueError, TypeError, AttributeError, IndexError, struct.error):
+        return raw  # changed too much before
+    return framed(_text(header), data)
+
+
+def _bytes(draw: Any, raw: bytes) -> bytes:
+    """One to four bytes of the length or the header."""
+    out = bytearray(raw)
+    for _ in range(draw(st.integers(1, 4))):
+        if out:
+            out[draw(st.integers(0, min(len(out), 1_500) - 1))] = draw(st.integers(0, 255))
+    return bytes(out)
+
+
+def _cut(draw: Any, raw: bytes) -> bytes:
+    return raw[: draw(st.integers(0, len(raw)))]
+
+
+def _longer(draw: Any, raw: bytes) -> bytes:
+    return raw + bytes(draw(st.integers(1, 64)))
+
+
+def _twice(draw: Any, raw: bytes) -> bytes:
+    """A part of the header's text stands twice."""
+    try:
+        n = struct.unpack("<Q", raw[:8])[0]
+        text, data = raw[8 : 8 + n].rstrip(), raw[8 + n :]
+        a = draw(st.integers(0, len(text)))
+        return framed(text[:a] + text[a : a + draw(st.integers(1, 80))] + text[a:], data)
+    except (struct.error, OverflowError):
+        return raw
+
+
+_mutations = st.sampled_from([_value, _value, _bytes, _cut, _longer, _twice])
+
+files = st.one_of(st.binary(max_size=200), tidy(), wild(), changed(), changed())
+
+
+def read(path: Path, raw: bytes) -> str:
+    """The code that the file is refused with, or "" if it is accepted, after what it says was compared."""
+    path.write_bytes(raw)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        with HostileFile.open(path) as file:
+            got = {name: file.read(name) for name in file.tensors}
+            said = {name: (t.dtype, t.shape) for name, t in file.tensors.items()}
+            metadata = file.metadata
+    except Refused as e:
+        assert e.code in CODES, e
+        return e.code
+    finally:
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB on Linux, bytes elsewhere
+    assert sum(a.nbytes for a in got.values()) == len(raw) - 8 - struct.unpack("<Q", raw[:8])[0]
+    n = struct.unpack("<Q", raw[:8])[0]
+    assert b"".join(a.tobytes() for a in got.values()) == raw[8 + n :], "accepted with other values"
+    try:
+        theirs = dict(safetensors.deserialize(raw))
+    except safetensors.SafetensorError as e:
+        assert not raw[8:9] == b"{" or "null" in str(e), f"the library refuses it: {e}"
+        return ""
+    assert {name: (t["dtype"], tuple(t["shape"])) for name, t in theirs.items()} == said
+    assert all(bytes(t["data"]) == got[name].tobytes() for name, t in theirs.items())
+    assert all(isinstance(v, str) for v in metadata.values())
+    return ""
