@@ -143,7 +143,7 @@ class Journal:
             " WHERE f.source = (SELECT id FROM sources WHERE path = ?) AND f.name = ? AND f.root = ?"
         )
         row = self._db.execute(query, (_name(source), name, root)).fetchone()
-        return None if row is None else Imported(*row[:4], _unpack(row[4]))
+        return None if row is None else Imported(*row[:4], records=_unpack(row[4]))
 
     def note(
         self,

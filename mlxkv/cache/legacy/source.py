@@ -22,8 +22,8 @@ from .prefix import Prefix
 @dataclass(frozen=True)
 class Found:
     """One file of a source. ``code`` is one of ``reasons.REASONS``, or None where nothing speaks against it so far;
-    ``detail`` says what was found. ``signature`` is that of the open file that was read (``HostileFile.signature``), or of
-    ``os.lstat`` where it was not opened; None where even that failed."""
+    ``detail`` says what was found. ``signature`` is that of the open file that was read (``HostileFile.signature``), or
+    of ``os.lstat`` where it was not opened; None where even that failed."""
 
     path: Path
     nbytes: int
