@@ -1,0 +1,85 @@
+"""Imports of folders into stores of stand-in models, and what came of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxkv.cache.legacy.omlx import OmlxSource
+
+from mlxkv.cache.legacy.importing import Importer, Report, target
+from mlxkv.cache.legacy.journal import Journal
+from mlxkv.cache.legacy.source import Context
+from mlxkv.cache.store import PrefixStore
+from tests.cache.synthetic import Model
+
+NAME = "test-model"
+DAILY = 1 << 40
+
+
+@dataclass(frozen=True)
+class Stood:
+    """A stand-in for the runtime: oMLX files are told by their bytes alone, no model runs."""
+
+    make_cache: Callable[[], list[Any]]
+    model: Any = None
+    tokenizer: Any = None
+    vocab_size: int = 1 << 20
+    chunk: int = 512
+
+
+@contextmanager
+def importer(
+    model: Model,
+    folder: Path,
+    store: PrefixStore,
+    *,
+    prompt: list[int] | None = None,
+    consent: bool = True,
+    source_model: str | None = NAME,
+) -> Iterator[Importer]:
+    made = target(store)
+    with closing(Journal(store.folder.path, store.ledger)) as journal:
+        context = Context(
+            target=made,
+            running=Stood(model.make_cache),
+            journal=journal,
+            prompt=None if prompt is None else tuple(prompt),
+            source_model=source_model,
+            same_weights=consent,
+        )
+        yield Importer(store, journal, OmlxSource(folder, context), folder, daily=DAILY)
+
+
+def taken_in(model: Model, folder: Path, store: PrefixStore, *, dry_run: bool = False, **options: Any) -> Report:
+    with importer(model, folder, store, **options) as running:
+        return running.run(dry_run=dry_run)
+
+
+def codes(report: Report) -> dict[str, str]:
+    """File -> why it was refused, of a folder with at most three files a reason."""
+    assert all(part.files == len(part.examples) for part in report.refused.values()), report
+    return {name: code for code, part in report.refused.items() for name, _ in part.examples}
+
+
+def fingerprint(folder: Path) -> str:
+    """All that can be seen of a tree without following links: names, kinds, times and content."""
+    h = hashlib.sha256()
+    for at, names, files in sorted(os.walk(folder)):
+        for name in sorted([*names, *files, "."]):
+            path = Path(at) / name
+            info = path.lstat()
+            h.update(
+                f"{path} {info.st_mode} {info.st_ino} {info.st_size} {info.st_mtime_ns} {info.st_ctime_ns}".encode()
+            )
+            if stat.S_ISLNK(info.st_mode):
+                h.update(os.readlink(path).encode())
+            elif stat.S_ISREG(info.st_mode):
+                h.update(path.read_bytes())
+    return h.hexdigest()
