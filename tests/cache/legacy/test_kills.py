@@ -1,4 +1,4 @@
-"""kill -9 at twenty steps of an import, evenly over all of them: a re-run completes it. scripts/soak kills a hundred."""
+"""kill -9 at twenty steps of an import, evenly over all of them; a re-run completes it. scripts/soak does a hundred."""
 
 from __future__ import annotations
 
