@@ -6,6 +6,7 @@ one that only the library's taste refuses. What it refuses has a code; nothing e
 
 from __future__ import annotations
 
+import copy
 import json
 import resource
 import struct
@@ -18,10 +19,13 @@ import safetensors
 from hypothesis import strategies as st
 
 from mlxkv.cache.legacy.header import DTYPES, HostileFile
+from mlxkv.cache.legacy.journal import Journal
 from mlxkv.cache.legacy.reasons import Refused
+from mlxkv.cache.ram import Draft
 
-from .damage import chain, taken_apart
-from .omlx_writer import Style, framed, packed
+from .damage import LAYOUTS, TOKENS, chain, taken_apart
+from .harness import converted
+from .omlx_writer import Block, Style, framed, packed, prepare
 
 #: what the header of a hostile file may be refused with
 CODES = {"TOO_SMALL", "HEADER_LENGTH", "HEADER_JSON", "OFFSETS", "SIZES"}
@@ -171,3 +175,117 @@ def read(path: Path, raw: bytes) -> str:
     assert all(bytes(t["data"]) == got[name].tobytes() for name, t in theirs.items())
     assert all(isinstance(v, str) for v in metadata.values())
     return ""
+
+
+# -- whole folders ----------------------------------------------------------------------------------------------------
+
+_values = st.one_of(
+    st.sampled_from(
+        ["", "0", "1", "2", "3", "4", "5", "7", "8", "9", "12", "-1", "4.0", "NaN", "1e9", "[]", "{}", "null"]
+    ),
+    st.sampled_from(
+        ['["KVCache","KVCache"]', '[["ArraysCache"],[""]]', '["0","6","8","6"]', "pm", "tuple", "1,4,0,64"]
+    ),
+    st.integers(-(2**70), 2**70).map(str),
+    st.text(max_size=6),
+)
+_ENDS = ("", "_none", "_zero_dim", "_nested")
+_keys = [
+    *(f"layer_{i}_sub_{j}_state_{k}{end}" for i in (0, 1, 2) for j in (0, 1, 2) for k in (0, 1, 2) for end in _ENDS),
+    *(f"layer_{i}_{end}" for i in (0, 1, 2) for end in ("sub_count", "state_count", "storage_mode", "turboquant_v2")),
+    *(f"layer_{i}_{name}" for i in (0, 1, 2) for name in ("keys", "values", "state_0", "state_1", "sub_0_keys")),
+]
+
+
+class Folder:
+    """A sound chain of one layout, of which one file at a time is changed; what comes of it is a part of what comes of
+    the sound one, bit for bit, whatever is refused."""
+
+    def __init__(self, folder: Path, layout: str, style: Style) -> None:
+        self.model, self.folder = LAYOUTS[layout], folder / "omlx"
+        self.made = chain(layout, style)
+        prepare(self.folder)
+        self.paths = [b.save(self.folder) for b in self.made]
+        self.journal = Journal(folder, None)
+        drafts, said = converted(self.model, self.folder, self.journal)
+        assert drafts and not said, said
+        self.sound = pieces(drafts)
+
+    def tried(self, draw: Any) -> set[str]:
+        """Change one block or its sidecar; the codes that are said then."""
+        which = draw(st.integers(0, len(self.paths) - 1))
+        path, block = self.paths[which], copy.deepcopy(self.made[which])
+        for _ in range(draw(st.integers(1, 2))):
+            draw(st.sampled_from([_metadata, _metadata, _json, _renamed, _doubled, _lost]))(draw, block)
+        sidecar = block.sidecar()
+        if draw(st.integers(0, 9)) == 0:
+            sidecar[draw(st.sampled_from(sorted(sidecar)))] = draw(_odd)
+        path.write_bytes(packed(block.metadata, block.tensors))
+        path.with_suffix(".tokens").write_text(json.dumps(sidecar), errors="surrogatepass")
+        try:
+            drafts, said = converted(self.model, self.folder, self.journal)
+        finally:
+            self.made[which].save(self.folder)
+        found = pieces(drafts)
+        for at, piece in found.items():
+            assert piece == self.sound.get(at), f"{at} is not what it was"
+        assert said or found.keys() == self.sound.keys(), "something is missing, and nothing was said"
+        return said
+
+
+def pieces(drafts: list[Draft]) -> dict[tuple[str, int], bytes]:
+    """Each row of each tensor by (name, its token), each state by (name, where it stands), however they are cut."""
+    out = {}
+    for draft in drafts:
+        start, end = draft.meta.start, draft.meta.end
+        assert list(draft.meta.tokens) == TOKENS[start:end]
+        for kind, body in draft.bodies.items():
+            for name, (dtype, array) in body.arrays.items():
+                if kind == "state":
+                    out[name, end] = f"{dtype} {array.shape}".encode() + array.tobytes()
+                    continue
+                assert array.shape[2] == end - draft.meta.row_start
+                for i in range(array.shape[2]):
+                    out[name, draft.meta.row_start + i] = dtype.encode() + array[:, :, i].tobytes()
+    return out
+
+
+def _metadata(draw: Any, block: Block) -> None:
+    key = draw(st.sampled_from(sorted(block.metadata)) | st.sampled_from(_keys))
+    if draw(st.booleans()):
+        block.metadata.pop(key, None)
+    else:
+        block.metadata[key] = draw(_values)
+
+
+def _json(draw: Any, block: Block) -> None:
+    """One value inside a list of types or meta states."""
+    key = draw(st.sampled_from(["layer_cache_types", "layer_meta_states"]))
+    try:
+        made = json.loads(block.metadata[key])
+        at = made
+        while isinstance(at[i := draw(st.integers(0, len(at) - 1))], list) and at[i] and draw(st.booleans()):
+            at = at[i]
+        at[i] = draw(_odd | st.sampled_from(["KVCache", "ArraysCache", "RotatingKVCache", "CacheList", "8", "6"]))
+        block.metadata[key] = json.dumps(made)
+    except (ValueError, TypeError, KeyError, IndexError):
+        return  # changed too much before
+
+
+def _renamed(draw: Any, block: Block) -> None:
+    """To a name that no tensor has; two renamed ones cannot change places."""
+    new = draw(st.sampled_from(_keys))
+    if block.tensors and new not in block.tensors:
+        old = draw(st.sampled_from(sorted(block.tensors)))
+        block.tensors = {new if name == old else name: a for name, a in block.tensors.items()}
+
+
+def _doubled(draw: Any, block: Block) -> None:
+    if block.tensors:
+        old = draw(st.sampled_from(sorted(block.tensors)))
+        block.tensors.setdefault(draw(st.sampled_from(_keys)), block.tensors[old])
+
+
+def _lost(draw: Any, block: Block) -> None:
+    if block.tensors:
+        del block.tensors[draw(st.sampled_from(sorted(block.tensors)))]

@@ -13,11 +13,16 @@ from typing import Any
 
 from mlxkv.cache.legacy.omlx import OmlxSource
 
+from mlxkv.cache.keys import KeySpace
+from mlxkv.cache.legacy.convert import Target
 from mlxkv.cache.legacy.importing import Importer, Report, target
 from mlxkv.cache.legacy.journal import Journal
+from mlxkv.cache.legacy.reasons import Refused
 from mlxkv.cache.legacy.source import Context
+from mlxkv.cache.ram import Draft
 from mlxkv.cache.store import PrefixStore
-from tests.cache.synthetic import Model
+from mlxkv.decode.runtime import Runtime
+from tests.cache.synthetic import BLOCK, Model
 
 NAME = "test-model"
 DAILY = 1 << 40
@@ -36,7 +41,7 @@ class Stood:
 
 @contextmanager
 def importer(
-    model: Model,
+    model: Model | Runtime,
     folder: Path,
     store: PrefixStore,
     *,
@@ -44,11 +49,11 @@ def importer(
     consent: bool = True,
     source_model: str | None = NAME,
 ) -> Iterator[Importer]:
-    made = target(store)
+    """``model``: a stand-in, or a runtime."""
     with closing(Journal(store.folder.path, store.ledger)) as journal:
         context = Context(
-            target=made,
-            running=Stood(model.make_cache),
+            target=target(store),
+            running=model if isinstance(model, Runtime) else Stood(model.make_cache),
             journal=journal,
             prompt=None if prompt is None else tuple(prompt),
             source_model=source_model,
@@ -57,7 +62,34 @@ def importer(
         yield Importer(store, journal, OmlxSource(folder, context), folder, daily=DAILY)
 
 
-def taken_in(model: Model, folder: Path, store: PrefixStore, *, dry_run: bool = False, **options: Any) -> Report:
+def converted(
+    model: Model, folder: Path, journal: Journal, prompt: list[int] | None = None
+) -> tuple[list[Draft], set[str]]:
+    """What would be stored of a folder, and the codes of what would not."""
+    made = Target(KeySpace.of(model.identity, BLOCK), model.layout, model.identity, "test")
+    context = Context(
+        target=made,
+        running=Stood(model.make_cache),
+        journal=journal,
+        prompt=None if prompt is None else tuple(prompt),
+        source_model=NAME,
+        same_weights=True,
+    )
+    source, drafts, said = OmlxSource(folder, context), [], set()
+    said |= {found.code for found in source.survey()}
+    for prefix, _ in source.prefixes():
+        try:
+            for group in made.drafts(prefix):
+                drafts += group
+        except Refused as e:
+            said.add(e.code)
+    said |= {found.code for found in source.refused()}
+    return drafts, {code for code in said if code is not None}
+
+
+def taken_in(
+    model: Model | Runtime, folder: Path, store: PrefixStore, *, dry_run: bool = False, **options: Any
+) -> Report:
     with importer(model, folder, store, **options) as running:
         return running.run(dry_run=dry_run)
 

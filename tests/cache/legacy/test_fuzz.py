@@ -1,14 +1,17 @@
-"""A thousand hostile files, drawn anew each time; scripts/soak draws 50,000."""
+"""Two thousand hostile files, drawn anew each time; scripts/soak draws 50,000."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.cache.machine import scratch
 
-from .fuzz import CODES, files, read
+from .fuzz import CODES, Folder, files, read
+from .omlx_writer import Style
 
 SETTINGS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -25,3 +28,27 @@ def test_headers():
 
         draw()
     assert set(seen) == {"", *CODES}, seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "style"),
+    [
+        ("list", Style()),
+        ("pair", Style(composite="pm", stamped=True)),
+        ("mixed", Style()),
+        ("window", Style(version="2")),
+    ],
+)
+def test_blocks(layout, style):
+    """What is imported beside or from a changed block is what it was; what is missing has a reason."""
+    seen: Counter[str] = Counter()
+    with scratch() as base:
+        folder = Folder(base, layout, style)
+
+        @settings(SETTINGS, max_examples=250)
+        @given(st.data())
+        def draw(data: st.DataObject) -> None:
+            seen.update(folder.tried(data.draw))
+
+        draw()
+    assert {"COUNTS", "TENSORS", "HASH"} <= set(seen), seen
