@@ -27,7 +27,7 @@ from .prefix import Prefix
 from .reasons import REASONS, Refused
 from .source import Found, Source, relative_name
 
-#: told (bytes of files done, of how many), or (files seen, 0) while they are surveyed; may raise to stop
+#: told (bytes of files done, of how many so far); may raise to stop
 Progress = Callable[[int, int], None]
 
 #: files whose details are remembered for each reason, for people
@@ -140,7 +140,7 @@ class Importer:
     def _survey(self) -> None:
         for seen, found in enumerate(self.source.survey(), 1):
             if seen % _SURVEY_STEP == 0:
-                self._progress(seen, 0)
+                self._progress(0, self._total)
             if found.code is None:
                 self._good[found.path] = found
                 self._total += found.nbytes

@@ -54,9 +54,10 @@ def remove(journal: Journal, root: Path, files: Iterable[Removable]) -> list[Rem
     gone = []
     try:
         for file in files:
-            if Signature.of(os.lstat(file.path)) == file.signature:
-                os.unlink(file.path)
-                gone.append(file)
+            with contextlib.suppress(FileNotFoundError):
+                if Signature.of(os.lstat(file.path)) == file.signature:
+                    os.unlink(file.path)
+                    gone.append(file)
     finally:
         with contextlib.suppress(NoRoom):  # a row too many says nothing wrong
             journal.forget(root, [relative_name(root, file.path) for file in gone])
