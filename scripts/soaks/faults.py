@@ -15,6 +15,7 @@ import time
 
 import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 
+from soaks import legacy  # isort: skip
 from hypothesis import HealthCheck, Phase, settings  # isort: skip
 from hypothesis import seed as seeded
 from hypothesis.stateful import run_state_machine_as_test
@@ -124,7 +125,7 @@ def kill9(seed: int, seconds: float) -> int:
     return count
 
 
-PARTS = (histories, sweeps, calls, limits, power, kill9)
+PARTS = (histories, sweeps, calls, limits, power, kill9, *legacy.PARTS)
 
 
 def main(seed: int, seconds: float, only: list[str]) -> dict[str, int]:

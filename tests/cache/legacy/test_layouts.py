@@ -39,10 +39,10 @@ CASES: dict[str, tuple[Model, dict[str, Any], int, tuple[int, int, int]]] = {
     "rows of version 2, new names": (MODELS["growing"], {"version": "2"}, 99, (4, 8, 12)),
     "stamped rows": (MODELS["growing"], {"stamped": True}, 99, (4, 8, 12)),
     "without class names": (MODELS["growing"], {"class_names": False}, 99, (4, 8, 12)),
-    "windows": (MODELS["window"], {}, 99, (4, 8, 12)),
-    "windows of version 2": (MODELS["window"], {"version": "2", "names": "keys"}, 99, (4, 8, 12)),
-    "rings of single steps": (MODELS["window"], {}, 1, (4, 8, 12)),
-    "rings of threes": (MODELS["window"], {}, 3, (4, 8, 12)),
+    "windows": (LAYOUTS["window"], {}, 99, (4, 8, 12)),
+    "windows of version 2": (LAYOUTS["window"], {"version": "2", "names": "keys"}, 99, (4, 8, 12)),
+    "rings of single steps": (LAYOUTS["window"], {}, 1, (4, 8, 12)),
+    "rings of threes": (LAYOUTS["window"], {}, 3, (4, 8, 12)),
     "rings that keep": (KEPT, {}, 99, (4, 8, 12)),
     "rings that keep, of single steps": (KEPT, {}, 1, (4, 8, 12)),
     "cumulative": (LAYOUTS["pair"], {}, 99, (4, 8, 12)),
@@ -165,6 +165,15 @@ def test_empty_slots(style):
             got, want = state.caches[0][1].cache, story.at[n][0].members[1].slots
             assert got[1] is None and got[2].shape == (1, 4, 0, 6)
             assert all(np.array_equal(np.array(got[i]), want[i]) for i in (0, 3))
+        store.close()
+
+
+def test_windows_of_different_lengths_are_refused_by_name():
+    model = MODELS["window"]
+    with scratch() as base:
+        save(base / "omlx", hashed(model, TOKENS, BORDERS), Style())
+        store = model.open(base / "c")
+        assert set(codes(taken_in(model, base / "omlx", store)).values()) == {"LAYOUT"}
         store.close()
 
 
