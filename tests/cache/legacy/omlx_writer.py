@@ -154,6 +154,7 @@ class Block:
     hash: bytes
     parent: bytes | None
     style: Style
+    extra: tuple[str, ...] = ()
     metadata: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -175,7 +176,7 @@ class Block:
             "token_start": self.index * self.style.block,
             "token_count": len(self.tokens),
             "token_ids": self.tokens,
-            "media": [],
+            "media": [{"key": key} for key in self.extra],
         }
 
     def save(self, folder: Path) -> Path:
@@ -200,7 +201,7 @@ def blocks(story: Story, style: Style) -> list[Block]:
             break
         tokens = story.tokens[i * style.block : end]
         extra = style.extra if end > style.extra_from else ()
-        block = Block(i, tokens, block_hash(style.model, parent, tokens, extra), parent, style)
+        block = Block(i, tokens, block_hash(style.model, parent, tokens, extra), parent, style, extra)
         state = story.at[end] if caught else story.at[live] if i == count - 1 else None
         _fill(block, story.at[live], state)
         out.append(block)
