@@ -97,7 +97,8 @@ class Style:
 
     ``names``: "state" (N elements a layer) or "keys" (two). ``composite``: "cumulative" or "pm". ``snapshots``: the
     boundaries whose state was caught (None: all). ``live``: how many tokens the caches stood at when the chain was
-    stored (None: where it ends). ``stamped``: block size and signature are written. ``cut_slots``: flat ArraysCache
+    stored (None: where it ends). ``stamped``: block size and signature are written. ``class_names``: each state is
+    said to be of its cache's class ("class"), of its own ("tuple"), or of none (""). ``cut_slots``: flat ArraysCache
     layers lose all but two slots, and those of one slot are placeholders. ``extra`` are keys in the hash of every block
     that ends after ``extra_from``.
     """
@@ -111,7 +112,7 @@ class Style:
     live: int | None = None
     stamped: bool = False
     sidecars: bool = True
-    class_names: bool = True
+    class_names: str = "class"
     cut_slots: bool = False
     extra: tuple[str, ...] = ()
     extra_from: int = 0
@@ -285,7 +286,7 @@ def _elements(block: Block, at: str, layer: KV | Ring | Slots, inner: bool = Fal
     if style.names == "state":
         meta[f"{at}_state_count"] = str(len(elements))
         if style.class_names:
-            meta[f"{at}_state_class_name"] = "tuple"
+            meta[f"{at}_state_class_name"] = layer.name if style.class_names == "class" else "tuple"
     for name, array in zip(names, elements, strict=False):
         key = f"{at}_{name}"
         if array is None and inner and style.names == "state":
