@@ -1,7 +1,7 @@
 """One block file of oMLX, checked as far as it can be by itself: its name, header, metadata, tensors and layers.
 
-The state of a layer is a list of elements, one tensor each: ``layer_{i}_state_{k}`` (or ``_keys`` and ``_values``), of a
-member of a CacheList ``layer_{i}_sub_{j}_state_{k}``. Metadata marks elements that are None or have a dimension of 0,
+The state of a layer is a list of elements, one tensor each: ``layer_{i}_state_{k}`` (or ``_keys`` and ``_values``), of
+a member of a CacheList ``layer_{i}_sub_{j}_state_{k}``. Metadata marks elements that are None or have a dimension of 0,
 whose tensor is a single float32 zero then. A layer that could not be cut at the block's end is a *placeholder*: two
 such zeros without a mark. What a layer means to a model is the business of ``omlx_layers``; where the block stands in
 a chain, of ``omlx_chain``.
@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .header import HostileFile
-from .omlx_keys import MAX_BLOCK, SUFFIX, digest_of, is_hash
+from .omlx_keys import MAX_BLOCK, digest_of
 from .reasons import Refused
 from .strict import loads
 
@@ -28,7 +29,7 @@ MAX_MEMBERS = 16
 _MAX_NESTING = 2
 _LIST = "CacheList"
 #: names under which oMLX stores what another class holds
-_CANONICAL = {
+_CANONICAL: dict[str, str] = {
     "SizedArraysCache": "ArraysCache",
     "PrefillReadyRotatingKVCache": "RotatingKVCache",
     "BufferedRotatingKVCache": "RotatingKVCache",
@@ -95,6 +96,10 @@ class BlockFile:
         return self.file.path
 
 
+def _canonical(cls: str) -> str:
+    return _CANONICAL.get(cls, cls)
+
+
 def name_of(path: Path) -> bytes:
     """The hash that a block file is named by. Raises Refused (NAME, NOT_A_FILE): neither it nor its folder is opened
     through a link."""
@@ -110,12 +115,13 @@ def name_of(path: Path) -> bytes:
     return digest
 
 
-def read_block(path: Path) -> BlockFile:
-    """Checks 1 to 5 of one file; the first that fails is its reason. Raises Refused. The file is closed again."""
+def read_block(path: Path, ours: Callable[[str], bool] = bool) -> BlockFile:
+    """Checks 1 to 5 of one file; the first that fails is its reason. ``ours`` says whether a model name may be ours.
+    Raises Refused. The file is closed again."""
     digest = name_of(path)
     with HostileFile.open(path) as file:
         try:
-            return _Parser(file, digest).block()
+            return _Parser(file, digest, ours).block()
         except Refused as e:
             raise e if e.path is not None else Refused(e.code, e.detail, path) from None
 
@@ -124,6 +130,7 @@ def read_block(path: Path) -> BlockFile:
 class _Parser:
     file: HostileFile
     digest: bytes
+    ours: Callable[[str], bool]
     #: tensors and marks that nothing has asked for yet
     tensors: set[str] = field(default_factory=set)
     marks: set[str] = field(default_factory=set)
@@ -136,6 +143,8 @@ class _Parser:
         if meta.get("block_hash") != self.digest.hex():
             raise Refused("HASH", f"it says {meta.get('block_hash', 'nothing')[:80]}")
         model = meta.get("model_name", "")
+        if not self.ours(model):
+            raise Refused("MODEL", f"it is of {model[:200]!r}")
         types, metas = self._list("layer_cache_types"), self._list("layer_meta_states")
         layers, tokens = self._number("num_layers", MAX_LAYERS), self._number("token_count", MAX_BLOCK)
         if not len(types) == len(metas) == layers or not all(isinstance(t, str) for t in types):
@@ -143,7 +152,7 @@ class _Parser:
         block = self._number("block_size", MAX_BLOCK) if meta.get("block_size", "0") != "0" else None
         if block is not None and tokens > block:
             raise Refused("COUNTS", f"{tokens} tokens in a block of {block}")
-        read = [self._layer(i, _CANONICAL.get(t, t), m) for i, (t, m) in enumerate(zip(types, metas, strict=True))]
+        read = [self._layer(i, _canonical(t), m) for i, (t, m) in enumerate(zip(types, metas, strict=True))]
         if self.tensors or self.marks:
             left = sorted(self.tensors or self.marks)
             raise Refused("TENSORS", f"nothing says what {left[0][:80]} is")
@@ -232,11 +241,11 @@ class _Parser:
         lists = isinstance(meta, list) and len(meta) == 2 and all(isinstance(m, list) for m in meta)
         if not lists or not len(meta[0]) == len(meta[1]) == members or not all(isinstance(n, str) for n in meta[0]):
             raise Refused("COUNTS", f"layer {i} has {members} members, and its meta names others")
-        return [_CANONICAL.get(n, n) for n in meta[0]], meta[1]
+        return [_canonical(n) for n in meta[0]], meta[1]
 
     def _part(self, here: str, cls: str, meta: Any, sub: int | None) -> Part:
         said = self._mark(f"{here}_state_class_name")
-        if said is not None and _CANONICAL.get(said, said) != cls:
+        if said is not None and said.endswith("Cache") and _canonical(said) != cls:  # else the type of the list
             raise Refused("CLASS", f"{here} is a {cls[:40]} and a {said[:40]}")
         if f"{here}_keys" in self.tensors or f"{here}_values" in self.tensors:
             elements = [self._element(f"{here}_{name}", 0) for name in ("keys", "values")]
@@ -303,6 +312,3 @@ class _Parser:
         dtypes = {e.dtype for e in part.elements if not e.empty}
         if len(dtypes) > 1 or not dtypes <= {"F16", "BF16", "F32"}:
             raise Refused("DTYPE", f"{place}: {', '.join(sorted(dtypes))}")
-
-
-__all__ = ["SUFFIX", "BlockFile", "Element", "Layer", "Part", "is_hash", "name_of", "read_block"]

@@ -85,7 +85,7 @@ def importable(layout: Layout) -> Refused | None:
             return Refused("LAYOUT", f"member {m.path} is of a kind ({m.kind}) that is not stored there")
         if m.record != "state" and names != {tensor_name(m, a) for a in _ROWS}:
             return Refused("LAYOUT", f"member {m.path} keeps its rows in another form")
-    if len({m.window for m in layout.members if m.record == "window"}) > 1:
+    if len({(m.window, m.keep) for m in layout.members if m.record == "window"}) > 1:
         return Refused("LAYOUT", "windows of different lengths are not taken over")
     return None
 
