@@ -71,8 +71,7 @@ meta("negative token count", "COUNTS", "token_count", "-4")
 meta("token count of 4.0", "COUNTS", "token_count", "4.0")
 meta("no token count", "COUNTS", "token_count", None)
 meta("another block size", "BLOCK_SIZE", "block_size", "8", stamped=True)
-meta("block size 0", "BLOCK_SIZE", "block_size", "0", stamped=True)
-meta("block size in words", "BLOCK_SIZE", "block_size", "four", stamped=True)
+meta("block size in words", "BLOCK_SIZE|COUNTS", "block_size", "four", stamped=True)
 
 
 def _renamed_hash(b: Block) -> None:
@@ -203,12 +202,12 @@ def _rows(n: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda a: np.concatenate([a] + [a[:, :, -1:]] * max(0, n - a.shape[2]), axis=2)[:, :, :n]
 
 
-def both(name: str, codes: str, at: str, change: Callable[[np.ndarray], np.ndarray], **more: Any):
+def both(name: str, codes: str, state: str, change: Callable[[np.ndarray], np.ndarray], **more: Any):
     """Keys and values are changed alike."""
 
     def change_both(b: Block) -> None:
         for side in ("0", "1"):
-            b.tensors[f"{at}_{side}"] = change(b.tensors[f"{at}_{side}"])
+            b.tensors[f"{state}_{side}"] = change(b.tensors[f"{state}_{side}"])
 
     block(name, codes, change_both, **more)
 
@@ -227,7 +226,7 @@ tensor("a state of another shape", "SHAPE", _SLOT, lambda a: a[..., :-1], layout
 for _at, _value in ((0, float("nan")), (31, float("inf")), (17, -float("inf"))):
     tensor(f"rows with {_value}", "NOT_FINITE", KEYS, _put(_at, _value))
 tensor("a state with NaN", "NOT_FINITE", _SLOT, _put(2, float("nan")), layout="list")
-tensor("a window with NaN", "NOT_FINITE", "layer_0_state_1", _put(5, float("nan")), layout="window")
+tensor("a window with NaN", "NOT_FINITE", "layer_0_state_1", _put(5, float("nan")), layout="window", at=2)
 tensor("bfloat16 NaN", "NOT_FINITE", "layer_1_state_0", _put(5, 0x7FC1), layout="mixed")
 
 # -- its place in a chain ---------------------------------------------------------------------------------------------
@@ -283,6 +282,8 @@ def _foreign(which: slice, name: str) -> Callable[[Block], None]:
 
 
 _VALUES = "layer_0_sub_0_state_1"
+block("first block of other weights", "OTHER_ROWS", _foreign(slice(None), _VALUES), layout="pair", at=0)
+block("second block of other weights", "OTHER_ROWS", _foreign(slice(None), _VALUES), layout="pair", at=1)
 block("first rows of other weights", "OTHER_ROWS", _foreign(slice(0, 8), _VALUES), layout="pair", at=2)
 block("one early row of other weights", "OTHER_ROWS", _foreign(slice(5, 6), _VALUES), layout="pair", at=2)
 block("all rows of other weights", "OTHER_ROWS", _foreign(slice(None), _VALUES), layout="pair", at=2)
@@ -323,15 +324,15 @@ def _metas(i: int, j: int, value: str) -> Callable[[Block], None]:
     return change
 
 
-block("window one token on", "WINDOW", _metas(0, 2, "9"), layout="window")
-block("window one token back", "WINDOW", _metas(0, 2, "7"), layout="window")
-block("write index beyond the window", "WINDOW|COUNTS", _metas(0, 3, "7"), layout="window")
-block("negative write index", "WINDOW|COUNTS", _metas(0, 3, "-1"), layout="window")
-block("offset in words", "WINDOW|COUNTS", _metas(0, 2, "eight"), layout="window")
-block("another window", "WINDOW|LAYOUT", _metas(0, 1, "7"), layout="window")
-block("another keep", "WINDOW|LAYOUT", _metas(0, 0, "1"), layout="window")
-both("more rows than the window", "WINDOW", "layer_0_state", _rows(7), layout="window")
-both("fewer rows than the window", "WINDOW|SHORT", "layer_0_state", _rows(5), layout="window")
+block("window one token on", "WINDOW", _metas(0, 2, "13"), layout="window", at=2)
+block("window one token back", "WINDOW", _metas(0, 2, "11"), layout="window", at=2)
+block("write index beyond the window", "WINDOW|COUNTS", _metas(0, 3, "7"), layout="window", at=2)
+block("negative write index", "WINDOW|COUNTS", _metas(0, 3, "-1"), layout="window", at=2)
+block("offset in words", "WINDOW|COUNTS", _metas(0, 2, "eight"), layout="window", at=2)
+block("another window", "WINDOW|LAYOUT", _metas(0, 1, "7"), layout="window", at=2)
+block("another keep", "WINDOW|LAYOUT", _metas(0, 0, "1"), layout="window", at=2)
+both("more rows than the window", "WINDOW", "layer_0_state", _rows(7), layout="window", at=2)
+both("fewer rows than the window", "WINDOW|SHORT", "layer_0_state", _rows(5), layout="window", at=2)
 
 add("slots cut to two", "SLOTS", "slots", lambda f: save_all(f, chain("slots", Style(cut_slots=True)))[-1])
 add(
@@ -403,7 +404,6 @@ sidecar("of words", _UNKNOWN, _said(token_ids=["1", "0", "255", "256"]))
 sidecar("of floats", _UNKNOWN, _said(token_ids=[1.0, 0.0, 255.0, 256.0]))
 sidecar("of truth values", _UNKNOWN, _said(token_ids=[True, False, 255, 256]))
 sidecar("of NaN", _UNKNOWN, _said(token_ids=[float("nan")] * 4))
-sidecar("of an image", "EXTRA_KEYS", _said(media=[{"sha256": "0" * 64}]))
 
 
 def _odd_tokens(first: int) -> Callable[[Path], Path]:

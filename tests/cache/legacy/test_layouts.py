@@ -21,6 +21,7 @@ from .omlx_writer import Style, save
 from .stories import hashed
 
 BORDERS = (4, 8, 12)
+STOPS = (*BORDERS, 14)
 MANY = {
     n: Model(f"slots{n}", lambda n=n: [CacheList(KVCache(), ArraysCache(n)), KVCache()])  # type: ignore[misc]
     for n in (1, 3, 4, 16)
@@ -54,7 +55,12 @@ CASES: dict[str, tuple[Model, dict[str, Any], int, tuple[int, int, int]]] = {
     "per member": (LAYOUTS["pair"], {"composite": "pm"}, 99, (4, 8, 12)),
     "per member, stamped": (LAYOUTS["pair"], {"composite": "pm", "stamped": True}, 99, (4, 8, 12)),
     "per member of version 2": (LAYOUTS["pair"], {"composite": "pm", "version": "2"}, 99, (4, 8, 12)),
-    "per member, cut short": (LAYOUTS["pair"], {"composite": "pm", "snapshots": frozenset({4, 8})}, 99, (4, 8, 8)),
+    "per member, cut short": (
+        LAYOUTS["pair"],
+        {"composite": "pm", "snapshots": frozenset({4, 8}), "live": 14},
+        99,
+        (4, 8, 8),
+    ),
     "lists of windows and states": (MODELS["list"], {}, 99, (4, 8, 12)),
     "lists of windows and states, single steps": (MODELS["list"], {}, 1, (4, 8, 12)),
     "lists of windows and states, per member": (MODELS["list"], {"composite": "pm"}, 99, (4, 8, 12)),
@@ -77,7 +83,7 @@ CASES: dict[str, tuple[Model, dict[str, Any], int, tuple[int, int, int]]] = {
 def test_what_is_imported_stands_where_it_can(case: str, block: int):
     model, style, chunk, stands = CASES[case]
     with scratch() as base:
-        save(base / "omlx", hashed(model, TOKENS, BORDERS, chunk=chunk), Style(**style))
+        save(base / "omlx", hashed(model, TOKENS, STOPS, chunk=chunk), Style(**style))
         before = fingerprint(base / "omlx")
         store = model.open(base / "c", block=block)
         report = taken_in(model, base / "omlx", store)
