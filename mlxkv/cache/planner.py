@@ -7,7 +7,7 @@ layout can stand. Rows alone are not one if the layout has recurrent members.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from .index import Entry
@@ -25,7 +25,7 @@ class Entries(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """One record of rows or windows: the rows [start, end) of the entry ``key``."""
+    """Rows [start, end) out of the rows, or windows, that the record of ``entry`` holds."""
 
     entry: Entry
     start: int
@@ -36,8 +36,8 @@ class Piece:
 class Plan:
     """Stand at ``position`` by reading ``pieces`` (in order, they cover [0, position)) and the state of ``state``.
 
-    ``parent`` is the key that the block of ``position`` hangs on; ``base`` the longest stored leaf of that block that
-    ends at or before it, for later deltas. ``reason`` says why it is not more.
+    ``parent`` is the key that the block of ``position`` hangs on; ``base`` the entry of that block that has its rows
+    before ``position``, for later deltas: what was restored is never stored again. ``reason`` says why it is not more.
     """
 
     position: int = 0
@@ -85,7 +85,7 @@ class Planner:
                     continue
                 end = min(entry.end, len(tokens))
                 shared = start + common(entry.tokens, span(start, end))
-                if shared < end:
+                if 0 < shared < end:  # from the first token on, it is another prompt's
                     diverges = max(diverges or 0, shared)
                 usable = min(shared, limit)
                 if usable <= start or self._pieces(entry, bad) is None:
@@ -97,11 +97,11 @@ class Planner:
                     fits.append(entry)
             standing = next((e for e in fits if self._stands(e, bad)), None)
             if self.layout.growing_only and partial is not None:
-                best = self._to(partial[1], chain[:depth], partial[0], fits, bad)
+                best = self._to(partial[1], chain[:depth], partial[0], bad)
             elif standing is not None:
-                best = self._to(standing, chain[:depth], standing.end, fits, bad)
+                best = self._to(standing, chain[:depth], standing.end, bad)
             elif depth and self._stands(chain[depth - 1], bad):
-                best = self._to(chain[depth - 1], chain[: depth - 1], start, [], bad)
+                best = self._to(chain[depth - 1], chain[: depth - 1], start, bad)
             if best is not None:
                 break
         plan = best or Plan(parent=self.space.root)
@@ -124,20 +124,26 @@ class Planner:
         return self._pieces(entry, bad) is not None
 
     def _pieces(self, entry: Entry, bad: Collection[tuple[bytes, str]]) -> list[Piece] | None:
-        """The records that hold the rows of [entry.start, entry.end); None if one is missing."""
+        """The records that hold the rows of [entry.start, entry.end); None if one is missing.
+
+        A base may have more rows than are wanted of it, and a leaf none of its own (``row_start == end``): they are in
+        the full block that it became part of.
+        """
         need = self.layout.row_kinds
         out: list[Piece] = []
-        at = entry
-        for _ in range(self.space.block):
-            if any(k not in at.kinds or (at.key, k) in bad for k in need):
+        at, upto = entry, entry.end
+        for _ in range(2 * self.space.block):
+            if at.row_start < upto:
+                if any(k not in at.kinds or (at.key, k) in bad for k in need):
+                    return None
+                out.append(Piece(at, at.row_start, upto))
+                upto = at.row_start
+            if upto == at.start:
+                return out[::-1]
+            base = self.index.entry(at.base) if at.base is not None else None
+            if base is None or (base.parent, base.start) != (at.parent, at.start) or base.end < upto:
                 return None
-            out.append(Piece(at, at.row_start, at.end))
-            if at.base is None:
-                return out[::-1] if at.row_start == at.start else None
-            base = self.index.entry(at.base)
-            if base is None or base.parent != at.parent or base.end != at.row_start:
-                return None
-            if not at.tokens.startswith(base.tokens):
+            if not base.tokens.startswith(entry.tokens[: 4 * (upto - entry.start)]):
                 return None
             at = base
         return None
@@ -153,15 +159,14 @@ class Planner:
         parent = self.index.entry(entry.parent)
         return parent is None or parent.end == entry.start
 
-    def _to(
-        self, entry: Entry, chain: list[Entry], position: int, leaves: list[Entry], bad: Collection[tuple[bytes, str]]
-    ) -> Plan:
+    def _to(self, entry: Entry, chain: list[Entry], position: int, bad: Collection[tuple[bytes, str]]) -> Plan:
         full = entry.end % self.space.block == 0 and position == entry.end
         pieces = [p for e in [*chain, entry] for p in self._pieces(e, bad) or []]
+        pieces = [replace(p, end=min(p.end, position)) for p in pieces if p.start < position]
         return Plan(
             position=position,
-            pieces=[p for p in pieces if p.start < position],
+            pieces=pieces,
             state=entry if self.layout.needs_state else None,
             parent=entry.key if full else entry.parent,
-            base=None if full else next((e for e in leaves if e.end <= position), None),
+            base=None if full else pieces[-1].entry,
         )

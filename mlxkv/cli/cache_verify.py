@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .cache_text import count, nothing_yet, progress, size
+from .cache_text import count, nothing_yet, progress, size, take_in_waiting
 from .options import CACHE_DIR, AsJson, Flags, command
 
 
@@ -25,8 +25,11 @@ def verify(
     from .render import print_json
 
     path = settings.cache_dir
+    take_in_waiting(path)
     with progress("reading records", as_bytes=True) as tell:
         found = check(path, repair=repair, progress=tell)
+    if repair:
+        take_in_waiting(path)  # of an index that was built again
     if as_json:
         print_json(
             {

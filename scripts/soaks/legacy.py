@@ -1,7 +1,7 @@
 """Attempts to break the import of other tools' folders: hostile headers, changed blocks, kill -9, very many files.
 
-Each part is a function of a seed and of the seconds it is given, and returns how many attempts it made; what it finds
-is raised. ``headers``, ``imports_killed`` and ``names`` do all of their work, however long it takes (minutes).
+Each part takes a ``Task`` and returns how many attempts it made; what it finds is raised. ``headers``, ``imports`` and
+``names`` do all of their work, however long it takes (a minute or two each).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 from hypothesis import HealthCheck, Phase, given, settings  # isort: skip
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
+
+from soaks.faults import Task  # isort: skip
 
 from mlxkv.cache.legacy.journal import Journal
 from tests.cache.legacy.damage import LAYOUTS, TOKENS, chain, save_all
@@ -44,12 +46,12 @@ SETTINGS = settings(
 )
 
 
-def headers(seed: int, seconds: float) -> int:
+def headers(task: Task) -> int:
     """50,000 files that may be anything."""
     with scratch() as folder:
         for i in range(0, HEADERS, BATCH):
 
-            @seeded(seed + i)
+            @seeded(task.seed + i)
             @settings(SETTINGS)
             @given(files)
             def draw(raw: bytes) -> None:
@@ -59,14 +61,14 @@ def headers(seed: int, seconds: float) -> int:
     return HEADERS
 
 
-def blocks(seed: int, seconds: float) -> int:
+def blocks(task: Task) -> int:
     """Changed blocks among sound ones, of every layout in turn."""
-    count, until, codes = 0, time.monotonic() + seconds, Counter()
+    count, until, codes = 0, time.monotonic() + task.seconds, Counter()
     while count == 0 or time.monotonic() < until:
         with scratch() as base:
             folder = Folder(base, *FOLDERS[count // BATCH % len(FOLDERS)])
 
-            @seeded(seed + count)
+            @seeded(task.seed + count)
             @settings(SETTINGS)
             @given(st.data())
             def draw(data: st.DataObject) -> None:
@@ -78,9 +80,9 @@ def blocks(seed: int, seconds: float) -> int:
     return count
 
 
-def imports_killed(seed: int, seconds: float) -> int:
+def imports(task: Task) -> int:
     """100 kills at random steps, up to eight on one cache."""
-    rng, done, victims = random.Random(seed), 0, Victims()
+    rng, done, victims = task.rng(), 0, Victims()
     try:
         with scratch() as base:
             make(base / "omlx")
@@ -101,9 +103,9 @@ def imports_killed(seed: int, seconds: float) -> int:
     return done
 
 
-def names(seed: int, seconds: float) -> int:
+def names(task: Task) -> int:
     """20,000 files of no sense beside three of some: time grows with the number of names, memory hardly."""
-    rng = random.Random(seed)
+    rng = task.rng()
     with scratch() as base:
         folder = base / "omlx"
         save_all(folder, chain("list", Style()))
@@ -133,4 +135,4 @@ def _odd(folder: Path, rng: random.Random, i: int) -> None:
         (folder / name).symlink_to("/dev/zero")
 
 
-PARTS = (headers, blocks, imports_killed, names)
+PARTS = (headers, blocks, imports, names)

@@ -72,6 +72,8 @@ class Target:
     def _cuts(self, prefix: Prefix, stands: dict[int, Stand]) -> list[int]:
         last = len(prefix.tokens)
         cuts = set(range(self.space.block, last + 1, self.space.block)) | set(stands)
+        if self.layout.growing_only:
+            cuts.add(last)  # every place can be stood on
         if self.layout.windows:
             ends = {end for stand in stands.values() for s in stand.strips for end in (s.start, s.end)}
             cuts |= {end for end in ends if 0 < end < last}

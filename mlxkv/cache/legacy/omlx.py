@@ -8,7 +8,7 @@ the block before it, is kept.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from .omlx_chain import Outcome, follow
@@ -119,11 +119,21 @@ class OmlxSource:
 
     def prefixes(self) -> Iterator[tuple[Prefix, list[Path]]]:
         for digests, tokens, size in self._chains() if self.context.same_weights else ():
-            outcome = self._follow(digests, tokens, size)
+            files: list[Path] = []
+
+            def spoiled(i: int, digests: list[bytes] = digests, files: list[Path] = files) -> None:
+                """Not all of it can be used, as is seen only now: it is not to be noted as imported."""
+                path = file_of(self.folder, digests[i])
+                if path in files:
+                    files.remove(path)
+                self._used.discard(digests[i])
+
+            outcome = self._follow(digests, tokens, size, spoiled)
             if outcome.prefix is not None:
                 used = [digests[i] for i in outcome.used]
                 self._used.update(used)
-                yield outcome.prefix, [file_of(self.folder, digest) for digest in used]
+                files += [file_of(self.folder, digest) for digest in used]
+                yield outcome.prefix, files
             for i, why in outcome.refused.items():
                 self._refused.setdefault(digests[i], why)
 
@@ -132,12 +142,12 @@ class OmlxSource:
             if digest not in self._used:
                 yield _found(file_of(self.folder, digest), why.code, why.detail)
 
-    def _follow(self, digests: list[bytes], tokens: list[int], size: int) -> Outcome:
+    def _follow(self, digests: list[bytes], tokens: list[int], size: int, spoiled: Callable[[int], None]) -> Outcome:
         def find(i: int) -> Fitted | None:
             there = digests[i] in self._before or digests[i] in self._nameless
             return self._read(file_of(self.folder, digests[i])) if there else None
 
-        return follow(self.context.target.layout, tokens, size, find)
+        return follow(self.context.target.layout, tokens, size, find, spoiled)
 
     def _chains(self) -> Iterator[tuple[list[bytes], list[int], int]]:
         """Hashes, tokens and block size of every longest chain."""

@@ -22,14 +22,12 @@ from .omlx_layers import Fitted, Path_, Ring, Rows, Source
 from .prefix import HostArrays, Prefix, Stand, Strip
 from .reasons import Refused
 
-#: composites that may turn out to contradict the blocks before them until the chain is given up
-_TRIES = 8
-
 
 @dataclass
 class Outcome:
-    """``prefix``: what can be resumed, None if nothing can. ``used``: the blocks that it is made of; ``refused``: why
-    others, that are there, are not."""
+    """``prefix``: what can be resumed, None if nothing can. ``used``: the blocks that it takes all from that is of use;
+    ``refused``: why the others that are there are not, or not wholly. A block whose arrays turn out to be unusable when
+    they are read is ``spoiled``."""
 
     prefix: Prefix | None
     used: list[int]
@@ -46,6 +44,7 @@ class _Chain:
     refused: dict[int, Refused] = field(default_factory=dict)
     #: why there is no state in a block
     stateless: dict[int, Refused] = field(default_factory=dict)
+    spoiled: Callable[[int], None] = lambda i: None
     _modes: dict[int, str] = field(default_factory=dict)
     _digests: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
@@ -111,22 +110,14 @@ class _Chain:
     # check 7: composites agree on the rows that they share
 
     def compare(self) -> None:
-        """Refuse composites whose rows are not those of the composites before them. Each is compared with the one
-        before, and the one that is used for all rows with each."""
-        before: int | None = None
-        accepted: list[int] = []
-        for i in [i for i in sorted(self.blocks) if self._composite(i)]:
-            if before is not None and self._digest(i, before) != self._digest(before, before):
+        """Composites that contradict each other in rows that they share: one is not of these weights, or damaged, and
+        nothing says which. None of them is believed. Each is compared with the one before, and the last, whose rows are
+        the ones that are used, with each."""
+        composites = [i for i in sorted(self.blocks) if self._composite(i)]
+        pairs = [*zip(composites[1:], composites, strict=False), *((composites[-1], j) for j in composites[:-2])]
+        if any(self._digest(i, j) != self._digest(j, j) for i, j in pairs):
+            for i in composites:
                 self._drop(i, "OTHER_ROWS")
-                continue
-            before = i
-            accepted.append(i)
-        for _ in range(_TRIES):
-            if not accepted or all(self._digest(accepted[-1], j) == self._digest(j, j) for j in accepted[:-1]):
-                return
-            self._drop(accepted.pop(), "OTHER_ROWS")
-        for i in accepted:
-            self._drop(i, "OTHER_ROWS")
 
     def _drop(self, i: int, code: str) -> None:
         self.refused[i] = Refused(code, path=self.blocks.pop(i).path)
@@ -215,6 +206,7 @@ class _Chain:
             return arrays
         except Refused as e:
             self.refused[i] = Refused(e.code, e.detail, self.blocks[i].path)
+            self.spoiled(i)
             return None
 
     def _states(self, i: int) -> HostArrays:
@@ -287,12 +279,16 @@ def _window(ring: Ring, end: int) -> str | None:
 
 
 def follow(
-    layout: Layout, tokens: Sequence[int], block: int, find: Callable[[int], Fitted | None], *, limit: int | None = None
+    layout: Layout,
+    tokens: Sequence[int],
+    block: int,
+    find: Callable[[int], Fitted | None],
+    spoiled: Callable[[int], None] = lambda i: None,
 ) -> Outcome:
     """What the chain over ``tokens`` gives. ``find(i)`` reads block i: None if it is not there; raises Refused.
-    ``limit``: blocks to look at, None for all."""
+    ``spoiled`` is told, while the prefix is read, which blocks turn out not to be usable after all."""
     chain = _Chain(layout, tokens, block)
-    count = len(tokens) // block if limit is None else min(limit, len(tokens) // block)
+    count = len(tokens) // block
     there: list[int] = []
     mixed = False
     for i in range(count):
@@ -320,14 +316,16 @@ def follow(
     for i in there:
         if i in chain.refused:
             continue
-        if i in needed and (i <= last or layout.growing_only):
+        why = chain.stateless.get(i)
+        if i in needed and i <= last and (why is None or why.code == "NO_STATE"):
             used.append(i)
-        elif i in chain.stateless:
-            chain.refused[i] = chain.stateless[i]
+        elif why is not None:
+            chain.refused[i] = why
         elif i > reach - 1:
             chain.refused[i] = Refused("CHAIN")
         else:
             chain.refused[i] = Refused("NO_STATE")
+    chain.spoiled = spoiled
     if last < 0:
         return Outcome(None, [], chain.refused)
     end = chain.end(last)

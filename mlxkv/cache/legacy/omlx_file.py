@@ -149,7 +149,7 @@ class _Parser:
         layers, tokens = self._number("num_layers", MAX_LAYERS), self._number("token_count", MAX_BLOCK)
         if not len(types) == len(metas) == layers or not all(isinstance(t, str) for t in types):
             raise Refused("COUNTS", f"{layers} layers, {len(types)} types, {len(metas)} metas")
-        block = self._number("block_size", MAX_BLOCK) if meta.get("block_size", "0") != "0" else None
+        block = self._number("block_size", MAX_BLOCK, "BLOCK_SIZE") if "block_size" in meta else None
         if block is not None and tokens > block:
             raise Refused("COUNTS", f"{tokens} tokens in a block of {block}")
         read = [self._layer(i, _canonical(t), m) for i, (t, m) in enumerate(zip(types, metas, strict=True))]
@@ -196,10 +196,10 @@ class _Parser:
             raise Refused("COUNTS", f"{key} has {len(value):,} items")
         return value
 
-    def _number(self, key: str, most: int) -> int:
+    def _number(self, key: str, most: int, code: str = "COUNTS") -> int:
         text = self.meta.get(key, "")
         if not _NUMBER.fullmatch(text) or not 0 < int(text) <= most:
-            raise Refused("COUNTS", f"{key} is {text[:40]!r}")
+            raise Refused(code, f"{key} is {text[:40]!r}")
         return int(text)
 
     def _mark(self, key: str) -> str | None:

@@ -41,8 +41,10 @@ def read_tokens(path: Path, digest: bytes, model: str | None) -> tuple[list[int]
     name = said.get("model") if model is None else model
     if not isinstance(name, str):
         raise Refused("NO_TOKENS", f"{path.name} names no model")
+    if said.get("media"):
+        raise Refused("EXTRA_KEYS", f"{path.name} names images")
     if block_hash(name, parent, tokens) != digest:
-        if said.get("media") or block_hash(name, parent, tokens, (STATIC,)) == digest:
+        if block_hash(name, parent, tokens, (STATIC,)) == digest:
             raise Refused("EXTRA_KEYS")
         raise Refused("HASH", f"the tokens in {path.name} have another hash")
     return tokens, parent, name

@@ -109,7 +109,7 @@ block("TurboQuant by its mark alone", "TURBOQUANT", lambda b: b.metadata.update(
 block("class without a kind", "CLASS", _class("PoolingCache"))
 block("class of a path", "CLASS", _class("../../KVCache"))
 block("class of quantised rows", "CLASS|LAYOUT", _class("QuantizedKVCache"))
-block("class that is not the model's", "LAYOUT", _class("RotatingKVCache"))
+block("class that is not the model's", "LAYOUT|CLASS", _class("RotatingKVCache"))
 
 
 def _of_other_layout(folder: Path) -> Path:

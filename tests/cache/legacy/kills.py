@@ -126,7 +126,7 @@ def killed_at(
     first = taken_in(MODEL, folder, store)
     assert not first.refused and not first.unstored.files and not first.why, first
     second = taken_in(MODEL, folder, store)
-    assert second.already.files == second.files == first.files and not second.entries, second
+    assert second.already.files == second.files == first.files and not second.records, second
     assert sizes(store) == want
     verify(cache, store)
     for prompt in PROMPTS:

@@ -5,7 +5,7 @@ It shares no code with the reader under test. It is given what a run's caches he
 
 Where the description leaves a choice, this writer's is: a member of a CacheList without a meta state has ``""``, a
 layer without has ``[]``; a CacheList of growing members alone is stored in slices, as a flat layer is; a placeholder
-keeps the meta state of the live cache; a slot that is None is a ``_zero_dim`` of ``"0"`` in a flat layer (as observed)
+keeps the meta state of the live cache, and names no class; a slot that is None is a ``_zero_dim`` of ``"0"`` in a flat layer (as observed)
 and a ``_none`` in a member of a list.
 """
 
@@ -268,6 +268,7 @@ def _layer(block: Block, at: str, live: Layer, state: Layer | None) -> None:
 
 def _placeholder(block: Block, at: str) -> None:
     _elements(block, at, KV(np.zeros(1, np.float32), np.zeros(1, np.float32)))
+    block.metadata.pop(f"{at}_state_class_name", None)
 
 
 def _members(block: Block, at: str, members: list[Any]) -> None:

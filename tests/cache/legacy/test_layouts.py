@@ -231,5 +231,5 @@ def test_a_second_import_finds_nothing_to_do():
         store = model.open(base / "c")
         taken_in(model, base / "omlx", store)
         again = taken_in(model, base / "omlx", store)
-        assert (again.already.files, again.entries, again.new_bytes) == (3, 0, 0)
+        assert (again.already.files, again.records, again.new_bytes) == (3, 0, 0)
         store.close()
