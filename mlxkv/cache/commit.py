@@ -98,11 +98,16 @@ class Commit:
         for draft in group:
             planner = self._planner(index, draft.meta.root)
             draft = self._rebased(draft, planner, here)
-            if not all(key in here or key == draft.meta.root or planner.complete(key) for key in draft.needs):
+            # windows need not reach back so far
+            if not all(
+                key in here or key == draft.meta.root or planner.complete(key, ("rows",)) for key in draft.needs
+            ):
                 self.counters.skipped_drafts += 1
                 continue
             stored = index.entry(draft.meta.key)
-            whole = stored is not None and planner.complete(draft.meta.key)
+            cut = (draft.meta.row_start, draft.meta.base)
+            same = stored is not None and (stored.row_start, stored.base) == cut
+            whole = stored is not None and planner.complete(draft.meta.key, ("rows",) if same else None)
             have = stored.kinds if stored is not None else frozenset()
             # rows of an incomplete entry are written again, with the base that this draft brings
             kinds = [k for k in draft.bodies if k not in have or (k in ROW_KINDS and not whole)]
@@ -120,7 +125,7 @@ class Commit:
         if on is None or on in here or not draft.bodies:
             return draft
         entry = self.index.entry(on)
-        if planner.complete(on) and not (rows and entry is not None and entry.row_start == entry.end):
+        if planner.complete(on, ("rows",)) and not (rows and entry is not None and entry.row_start == entry.end):
             return draft
         for full in self.index.longer(m.parent, pack(m.tokens)[: 4 * ((m.row_start if rows else m.end) - m.start)]):
             if full.root == m.root and full.key not in (m.key, *here) and planner.complete(full.key):

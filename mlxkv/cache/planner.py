@@ -95,12 +95,12 @@ class Planner:
                     partial = (usable, entry)
                 if shared == entry.end <= limit:
                     fits.append(entry)
-            standing = next((e for e in fits if self._stands(e, bad)), None)
+            standing = next((e for e in fits if self._stands(e, chain[:depth], bad)), None)
             if self.layout.growing_only and partial is not None:
                 best = self._to(partial[1], chain[:depth], partial[0], bad)
             elif standing is not None:
                 best = self._to(standing, chain[:depth], standing.end, bad)
-            elif depth and self._stands(chain[depth - 1], bad):
+            elif depth and self._stands(chain[depth - 1], chain[: depth - 1], bad):
                 best = self._to(chain[depth - 1], chain[: depth - 1], start, bad)
             if best is not None:
                 break
@@ -117,19 +117,33 @@ class Planner:
             return "different_tokens"
         return "no_state" if reach > position else "empty"
 
-    def _stands(self, entry: Entry, bad: Collection[tuple[bytes, str]]) -> bool:
-        """Every member can stand at the end of this entry."""
+    def _stands(self, entry: Entry, chain: list[Entry], bad: Collection[tuple[bytes, str]]) -> bool:
+        """Every member can stand at the end of this entry, which hangs on ``chain``."""
         if self.layout.needs_state and ("state" not in entry.kinds or (entry.key, "state") in bad):
             return False
-        return self._pieces(entry, bad) is not None
+        return self._pieces(entry, bad) is not None and self._windows(entry, chain, bad)
 
-    def _pieces(self, entry: Entry, bad: Collection[tuple[bytes, str]]) -> list[Piece] | None:
-        """The records that hold the rows of [entry.start, entry.end); None if one is missing.
+    def _windows(self, entry: Entry, chain: list[Entry], bad: Collection[tuple[bytes, str]]) -> bool:
+        """The windows that are needed at the end of this entry are there. What comes before them may have been stored
+        without: what is imported has none there."""
+        windowed = [m for m in self.layout.members if m.record == "window"]
+        spans = [span for m in windowed for span in m.needs(entry.end)]
+
+        def needed(part: Entry | Piece) -> bool:
+            return any(a < part.end and part.start < b for a, b in spans)
+
+        pieces = [p for e in [*chain, entry] if needed(e) for p in self._pieces(e, bad) or [] if needed(p)]
+        return all("window" in p.entry.kinds and (p.entry.key, "window") not in bad for p in pieces)
+
+    def _pieces(
+        self, entry: Entry, bad: Collection[tuple[bytes, str]], need: Collection[str] = ("rows",)
+    ) -> list[Piece] | None:
+        """The records that hold the rows of [entry.start, entry.end), each with the kinds ``need``; None if one is
+        missing.
 
         A base may have more rows than are wanted of it, and a leaf none of its own (``row_start == end``): they are in
         the full block that it became part of.
         """
-        need = self.layout.row_kinds
         out: list[Piece] = []
         at, upto = entry, entry.end
         for _ in range(2 * self.space.block):
@@ -148,11 +162,11 @@ class Planner:
             at = base
         return None
 
-    def complete(self, key: bytes) -> bool:
-        """Whether an entry is stored with all rows that it needs, where its parent ends. Elsewhere no plan would find
-        it, so it has to be written again."""
+    def complete(self, key: bytes, kinds: Collection[str] | None = None) -> bool:
+        """Whether an entry is stored with all rows that it needs (of the ``kinds`` given; None: of all), where its
+        parent ends. Elsewhere no plan would find it, so it has to be written again."""
         entry = self.index.entry(key)
-        if entry is None or self._pieces(entry, ()) is None:
+        if entry is None or self._pieces(entry, (), self.layout.row_kinds if kinds is None else kinds) is None:
             return False
         if entry.parent == self.space.root:
             return entry.start == 0

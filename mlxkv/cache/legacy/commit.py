@@ -58,7 +58,7 @@ def missing(store: PrefixStore, records: Mapping[bytes, frozenset[str]], salt: s
     planner = Planner(store.index, store.space(salt), store.layout)
     out = {}
     for key, kinds in records.items():
-        entry = store.index.entry(key) if planner.complete(key) else None
+        entry = store.index.entry(key) if planner.complete(key, ("rows",)) else None
         if lacking := kinds - (entry.kinds if entry is not None else frozenset()):
             out[key] = lacking
     return out
@@ -66,4 +66,4 @@ def missing(store: PrefixStore, records: Mapping[bytes, frozenset[str]], salt: s
 
 def _there(store: PrefixStore, planner: Planner, draft: Draft) -> bool:
     entry = store.view.entry(draft.meta.key)
-    return entry is not None and planner.complete(draft.meta.key) and set(draft.bodies) <= entry.kinds
+    return entry is not None and planner.complete(draft.meta.key, ("rows",)) and set(draft.bodies) <= entry.kinds

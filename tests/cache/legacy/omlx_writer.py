@@ -5,8 +5,8 @@ It shares no code with the reader under test. It is given what a run's caches he
 
 Where the description leaves a choice, this writer's is: a member of a CacheList without a meta state has ``""``, a
 layer without has ``[]``; a CacheList of growing members alone is stored in slices, as a flat layer is; a placeholder
-keeps the meta state of the live cache, and names no class; a slot that is None is a ``_zero_dim`` of ``"0"`` in a flat layer (as observed)
-and a ``_none`` in a member of a list.
+keeps the meta state of the live cache and names no class; a slot that is None is a ``_zero_dim`` of ``"0"`` in a flat
+layer (as observed) and a ``_none`` in a member of a list.
 """
 
 from __future__ import annotations
