@@ -33,6 +33,8 @@ UNBOUNDED = 1 << 60
 class LookingStore(PrefixStore):
     """A store that is only asked: nothing is written to its index, and what fails a check is left in place."""
 
+    keeps = False
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, behind=False)
         self.index.freeze()
@@ -116,7 +118,7 @@ def explain(options: Options, request: Request, *, stored: bool) -> tuple[Explan
     store = None
     try:
         if runtime.store is not None:
-            store = _looking(runtime, options)
+            store = looking(runtime, options)
         asking = _Asking(runtime, request, lambda event: None, lambda: False, time.monotonic())
         found = asking.explain(store, "off" if off or not on else "empty", off)
         if info.disk_off and found.lookup.reason not in (None, "off"):
@@ -127,14 +129,14 @@ def explain(options: Options, request: Request, *, stored: bool) -> tuple[Explan
             store.close()
 
 
-def _looking(runtime: Runtime, options: Options) -> PrefixStore:
+def looking(runtime: Runtime, options: Options) -> PrefixStore:
     """The runtime's store opened anew, to look only."""
     own = runtime.store
     assert own is not None
     if isinstance(own, UnwrittenStore):  # which never does anything else
         return own
     own.close()
-    return LookingStore(
+    store = LookingStore(
         Path(str(options.cache_dir)),
         own.identity,
         own.layout,
@@ -143,3 +145,5 @@ def _looking(runtime: Runtime, options: Options) -> PrefixStore:
         allow_unprotected=options.allow_unprotected,
         software=own.software,
     )
+    store.legacy = own.legacy
+    return store
