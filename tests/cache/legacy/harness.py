@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxkv.cache.legacy.omlx import OmlxSource
-
 from mlxkv.cache.keys import KeySpace
 from mlxkv.cache.legacy.convert import Target
 from mlxkv.cache.legacy.importing import Importer, Report, target
 from mlxkv.cache.legacy.journal import Journal
+from mlxkv.cache.legacy.omlx import OmlxSource
 from mlxkv.cache.legacy.reasons import Refused
 from mlxkv.cache.legacy.source import Context
 from mlxkv.cache.ram import Draft
