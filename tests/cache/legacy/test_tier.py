@@ -83,6 +83,9 @@ def test_a_miss_is_served_from_the_folder_and_then_from_our_own(tiny_model, tmp_
     report = taken_in(rt, users.omlx, rt.store, source_model=str(users.model))
     assert report.already.files == report.files - sum(r.files for r in report.refused.values()) > 0
     assert report.new_bytes == 0
+    with closing(Journal(users.cache, rt.store.ledger)) as journal:  # also what the tier had no time to read
+        noted = [journal.imported(users.omlx, n, rt.store.space().root) for n in journal.names(users.omlx)]
+    assert len(noted) == report.already.files and all(row.digest for row in noted)
     rt.store.close()
 
 
