@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from .eviction import free
-from .folder import CacheFolder, adopt, is_record, link, parse
+from .folder import CacheFolder, adopt, is_record, link, parse, weight
 from .index import Index, IndexReplaced, OverBudget
+from .record import is_newer
 
 log = logging.getLogger("mlxkv.cache")
 
@@ -122,11 +123,17 @@ def step(index: Index) -> int:
 
 
 def _give_up(folder: CacheFolder, index: Index, short: int) -> None:
-    """Remove the oldest that wait. Files first: the ledger counts one that waits and is gone, not the reverse."""
+    """Remove the oldest that wait, but none of a later version's. Files first: the ledger counts one that waits and is
+    gone, not the reverse."""
     with index.transaction(checked=False):  # it only gives back
         before = index.charge()
         for name, _ in index.all_waiting(by="written")[: step(index)]:
-            if is_record(name):
+            path = folder.path_of(name) if is_record(name) else ""
+            if path and is_newer(path):  # it stays for a later version, and weighs all the same
+                index.stop_waiting(name)
+                index.add("inside", weight(path))
+                continue
+            if path:
                 folder.remove(*parse(name))
             index.stop_waiting(name)
             if before - index.charge() >= short:

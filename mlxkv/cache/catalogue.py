@@ -158,8 +158,9 @@ def look(path: Path) -> Iterator[Catalogue | None]:
 
 
 @contextmanager
-def take(path: Path) -> Iterator[Catalogue | None]:
+def take(path: Path, progress: Progress | None = None) -> Iterator[Catalogue | None]:
     """The catalogue of a folder, in step with its files and opened for writing; None where nothing has been stored yet.
+    ``progress`` is told (records done, of how many) while the index is built again.
 
     Raises CacheError, also for what SQLite and the file system raise while it is used.
     """
@@ -169,7 +170,7 @@ def take(path: Path) -> Iterator[Catalogue | None]:
             folder = CacheFolder(path)
             folder.prepare(allow_unprotected=True)
             lock = FolderLock(path)
-            open_index(folder, lock).close()  # as a run opens it: what is damaged is built again
+            open_index(folder, lock, progress=progress).close()  # as a run opens it: what is damaged is built again
             lock.share()
             index = Catalogue(path)
         yield index

@@ -25,7 +25,7 @@ from .keys import pack
 from .ledger import Ledger, growth
 from .planner import Planner
 from .ram import Draft
-from .record import size, write
+from .record import Meta, size, write
 from .tensors import ROW_KINDS
 
 T = TypeVar("T")
@@ -98,25 +98,26 @@ class Commit:
         for draft in group:
             planner = self._planner(index, draft.meta.root)
             draft = self._rebased(draft, planner, here)
-            # windows need not reach back so far
-            if not all(
-                key in here or key == draft.meta.root or planner.complete(key, ("rows",)) for key in draft.needs
-            ):
+            if not all(key in here or key == draft.meta.root or planner.complete(key) for key in draft.needs):
                 self.counters.skipped_drafts += 1
                 continue
             stored = index.entry(draft.meta.key)
-            cut = (draft.meta.row_start, draft.meta.base)
-            same = stored is not None and (stored.row_start, stored.base) == cut
-            whole = stored is not None and planner.complete(draft.meta.key, ("rows",) if same else None)
             have = stored.kinds if stored is not None else frozenset()
             # rows of an incomplete entry are written again, with the base that this draft brings
-            kinds = [k for k in draft.bodies if k not in have or (k in ROW_KINDS and not whole)]
+            again = stored is None or not planner.complete(draft.meta.key) or self._lacks_window(draft, stored, planner)
+            kinds = [k for k in draft.bodies if k not in have or (k in ROW_KINDS and again)]
             kinds = [k for k in kinds if (draft.meta.key, k) not in taken]
             taken.update((draft.meta.key, k) for k in kinds)
             here.add(draft.meta.key)
             if kinds or draft.answer is not None:
                 todo.append((draft, kinds))
         return todo
+
+    @staticmethod
+    def _lacks_window(draft: Draft, stored: Entry, planner: Planner) -> bool:
+        """Whether a draft brings a window to rows that have none, and are cut elsewhere: one cut holds for both."""
+        brings = "window" in draft.bodies and "window" not in stored.kinds and not planner.whole(stored.key)
+        return brings and (draft.meta.row_start, draft.meta.base) != (stored.row_start, stored.base)
 
     def _rebased(self, draft: Draft, planner: Planner, here: Collection[bytes]) -> Draft:
         """Where another process has merged the rows that a draft hangs on, it hangs on the block that has them now."""
@@ -125,7 +126,7 @@ class Commit:
         if on is None or on in here or not draft.bodies:
             return draft
         entry = self.index.entry(on)
-        if planner.complete(on, ("rows",)) and not (rows and entry is not None and entry.row_start == entry.end):
+        if planner.complete(on) and not (rows and entry is not None and entry.row_start == entry.end):
             return draft
         for full in self.index.longer(m.parent, pack(m.tokens)[: 4 * ((m.row_start if rows else m.end) - m.start)]):
             if full.root == m.root and full.key not in (m.key, *here) and planner.complete(full.key):
@@ -214,6 +215,8 @@ class Commit:
             with contextlib.suppress(FileNotFoundError):  # removed a moment ago
                 # not what was written: another process may have put its own in this place
                 sizes[kind] = os.lstat(self._folder.file(m.key, kind)).st_size
+        if "rows" in sizes and "window" not in draft.bodies:
+            self._leave_window(m)
         if sizes:
             packed = pack(m.tokens)
             index.add_entry(
@@ -222,6 +225,13 @@ class Commit:
         if draft.answer is not None:
             index.add_answer(draft.answer[0], m.key, draft.answer[1], draft.answer[2])
         return sum(sizes.values())
+
+    def _leave_window(self, m: Meta) -> None:
+        """Rows were stored again, cut elsewhere and without a window: the one that is there belongs to other rows."""
+        stored = self.index.entry(m.key)
+        if stored is not None and "window" in stored.kinds and (stored.row_start, stored.base) != (m.row_start, m.base):
+            self._folder.remove(m.key, "window")
+            self.index.drop_record(m.key, "window")
 
     def _files(self, todo: list[tuple[Draft, list[str]]]) -> dict[str, int]:
         """The names and bytes of the files to be written."""

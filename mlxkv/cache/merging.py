@@ -120,7 +120,7 @@ class Merger:
         """Write one file for the block and the pieces that nothing else hangs on; False if there are none, or no room.
         Raises RecordError."""
         pieces = self._own_pieces(full)
-        if len(pieces) < 2 or not self._room or not self._planner(full.root).complete(full.key):
+        if len(pieces) < 2 or not self._room or not self._planner(full.root).whole(full.key):
             return False
         draft = self._joined(pieces)
 
@@ -199,7 +199,7 @@ class Merger:
     def _absorb(self, key: bytes) -> None:
         """Give back the rows of leaves that the block has too, those that others hang on last. Raises RecordError."""
         full = self._index.entry(key)
-        if full is None or not self._planner(full.root).complete(key):
+        if full is None or not self._planner(full.root).whole(key):
             return
         for leaf in self._index.children(full.parent, full.tokens):  # longest first
             inside = leaf.root == full.root and leaf.end < full.end and full.tokens.startswith(leaf.tokens)

@@ -27,7 +27,7 @@ from .index import (
     wal_room,
 )  # fmt: skip
 from .lock import FolderLock, LockRefused
-from .record import Reader, RecordError
+from .record import Reader, RecordError, is_newer
 from .tensors import ROW_KINDS
 
 log = logging.getLogger("mlxkv.cache")
@@ -259,20 +259,22 @@ def _build(folder: CacheFolder, budget: Callable[[int], int] | None, progress: P
 
 
 def _make_place(folder: CacheFolder, files: Weighed, oldest: list[int], beside: int, budget: int) -> None:
-    """Remove the oldest records until the others, what lies ``beside`` them (bytes), and an index of them fit.
-    ``oldest``: places in ``files``, the first to go first; shortened with them."""
+    """Remove the oldest records, but none of a later version's, until the others, what lies ``beside`` them (bytes),
+    and an index of them fit. ``oldest``: places in ``files``, the first to go first; shortened with them."""
     row, wal = WAITING_ROOM + _WAITS, wal_room(budget)
     total = beside + _BEGUN * PAGE + wal + shm_room(wal) + MISC_ROOM + sum(files.bytes) + row * len(oldest)
-    gone = []
+    gone = set()
     for i in oldest:
         if total <= budget:
             break
+        if is_newer(folder.path_of(files.names[i])):
+            continue
         with contextlib.suppress(OSError):
             os.unlink(folder.path_of(files.names[i]))
         total -= files.bytes[i] + row
-        gone.append(i)
+        gone.add(i)
     if gone:
-        files.keep(sorted(oldest[len(gone) :]))
+        files.keep(sorted(i for i in oldest if i not in gone))
         oldest[:] = sorted(range(len(files.names)), key=files.written.__getitem__)
 
 

@@ -1,7 +1,8 @@
 """The planner: which records bring a sequence as far as possible. Read-only; the store executes what it says.
 
 A look-up walks the full blocks, then looks for the deepest *resume point* on the way: a place where every member of the
-layout can stand. Rows alone are not one if the layout has recurrent members.
+layout can stand. Rows alone are not one if the layout has recurrent members. Rows of growing members are wanted of
+everything before it; those of windowed members only where a window reaches.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Planner:
             return packed[4 * a : 4 * b]
 
         chain: list[Entry] = []
+        before: list[list[Piece]] = []  # of each entry of the chain
         parent = self.space.root
         while (len(chain) + 1) * block <= limit:
             a = len(chain) * block
@@ -67,9 +69,10 @@ class Planner:
             entry = self.index.entry(key)
             if entry is None or entry.tokens != span(a, a + block) or entry.start != a:
                 break
-            if self._pieces(entry, bad) is None:
+            if (pieces := self._pieces(entry, bad)) is None:
                 break
             chain.append(entry)
+            before.append(pieces)
             parent = key
 
         reach = len(chain) * block  # how far rows reach, resume point or not
@@ -95,13 +98,13 @@ class Planner:
                     partial = (usable, entry)
                 if shared == entry.end <= limit:
                     fits.append(entry)
-            standing = next((e for e in fits if self._stands(e, chain[:depth], bad)), None)
+            standing = next((e for e in fits if self._stands(e, before[:depth], bad)), None)
             if self.layout.growing_only and partial is not None:
-                best = self._to(partial[1], chain[:depth], partial[0], bad)
+                best = self._to(partial[1], before[:depth], partial[0], bad)
             elif standing is not None:
-                best = self._to(standing, chain[:depth], standing.end, bad)
-            elif depth and self._stands(chain[depth - 1], chain[: depth - 1], bad):
-                best = self._to(chain[depth - 1], chain[: depth - 1], start, bad)
+                best = self._to(standing, before[:depth], standing.end, bad)
+            elif depth and self._stands(chain[depth - 1], before[: depth - 1], bad):
+                best = self._to(chain[depth - 1], before[: depth - 1], start, bad)
             if best is not None:
                 break
         plan = best or Plan(parent=self.space.root)
@@ -117,29 +120,23 @@ class Planner:
             return "different_tokens"
         return "no_state" if reach > position else "empty"
 
-    def _stands(self, entry: Entry, chain: list[Entry], bad: Collection[tuple[bytes, str]]) -> bool:
-        """Every member can stand at the end of this entry, which hangs on ``chain``."""
+    def _stands(self, entry: Entry, before: list[list[Piece]], bad: Collection[tuple[bytes, str]]) -> bool:
+        """Every member can stand at the end of this entry, which hangs on blocks with the pieces ``before``."""
         if self.layout.needs_state and ("state" not in entry.kinds or (entry.key, "state") in bad):
             return False
-        return self._pieces(entry, bad) is not None and self._windows(entry, chain, bad)
+        pieces = self._pieces(entry, bad)
+        return pieces is not None and all(
+            _has_window(p, bad)
+            for a, b in self._windows(entry.end)
+            for p in _overlapping([*before, pieces], a, b, self.space.block)
+        )
 
-    def _windows(self, entry: Entry, chain: list[Entry], bad: Collection[tuple[bytes, str]]) -> bool:
-        """The windows that are needed at the end of this entry are there. What comes before them may have been stored
-        without: what is imported has none there."""
-        windowed = [m for m in self.layout.members if m.record == "window"]
-        spans = [span for m in windowed for span in m.needs(entry.end)]
+    def _windows(self, position: int) -> set[tuple[int, int]]:
+        """The spans that windowed members read to stand at ``position``."""
+        return {span for m in self.layout.members if m.record == "window" for span in m.needs(position)}
 
-        def needed(part: Entry | Piece) -> bool:
-            return any(a < part.end and part.start < b for a, b in spans)
-
-        pieces = [p for e in [*chain, entry] if needed(e) for p in self._pieces(e, bad) or [] if needed(p)]
-        return all("window" in p.entry.kinds and (p.entry.key, "window") not in bad for p in pieces)
-
-    def _pieces(
-        self, entry: Entry, bad: Collection[tuple[bytes, str]], need: Collection[str] = ("rows",)
-    ) -> list[Piece] | None:
-        """The records that hold the rows of [entry.start, entry.end), each with the kinds ``need``; None if one is
-        missing.
+    def _pieces(self, entry: Entry, bad: Collection[tuple[bytes, str]]) -> list[Piece] | None:
+        """The records that hold the rows of [entry.start, entry.end); None if one is missing. They may lack windows.
 
         A base may have more rows than are wanted of it, and a leaf none of its own (``row_start == end``): they are in
         the full block that it became part of.
@@ -148,7 +145,7 @@ class Planner:
         at, upto = entry, entry.end
         for _ in range(2 * self.space.block):
             if at.row_start < upto:
-                if any(k not in at.kinds or (at.key, k) in bad for k in need):
+                if "rows" not in at.kinds or (at.key, "rows") in bad:
                     return None
                 out.append(Piece(at, at.row_start, upto))
                 upto = at.row_start
@@ -162,20 +159,30 @@ class Planner:
             at = base
         return None
 
-    def complete(self, key: bytes, kinds: Collection[str] | None = None) -> bool:
-        """Whether an entry is stored with all rows that it needs (of the ``kinds`` given; None: of all), where its
-        parent ends. Elsewhere no plan would find it, so it has to be written again."""
+    def complete(self, key: bytes) -> bool:
+        """Whether an entry is stored with all rows that it needs, where its parent ends. Elsewhere no plan would find
+        it, so it has to be written again. Windows are another matter: ``whole``."""
         entry = self.index.entry(key)
-        if entry is None or self._pieces(entry, (), self.layout.row_kinds if kinds is None else kinds) is None:
+        return entry is not None and self._pieces(entry, ()) is not None and self._placed(entry)
+
+    def whole(self, key: bytes) -> bool:
+        """Whether an entry is complete, and its windows are there too: what was imported may have them only near the
+        places where it can be resumed."""
+        entry = self.index.entry(key)
+        pieces = self._pieces(entry, ()) if entry is not None else None
+        if entry is None or pieces is None or not self._placed(entry):
             return False
+        return "window" not in self.layout.row_kinds or all(_has_window(p, ()) for p in pieces)
+
+    def _placed(self, entry: Entry) -> bool:
         if entry.parent == self.space.root:
             return entry.start == 0
         parent = self.index.entry(entry.parent)
         return parent is None or parent.end == entry.start
 
-    def _to(self, entry: Entry, chain: list[Entry], position: int, bad: Collection[tuple[bytes, str]]) -> Plan:
+    def _to(self, entry: Entry, before: list[list[Piece]], position: int, bad: Collection[tuple[bytes, str]]) -> Plan:
         full = entry.end % self.space.block == 0 and position == entry.end
-        pieces = [p for e in [*chain, entry] for p in self._pieces(e, bad) or []]
+        pieces = [p for of_one in [*before, self._pieces(entry, bad) or []] for p in of_one]
         pieces = [replace(p, end=min(p.end, position)) for p in pieces if p.start < position]
         return Plan(
             position=position,
@@ -184,3 +191,12 @@ class Planner:
             parent=entry.key if full else entry.parent,
             base=None if full else pieces[-1].entry,
         )
+
+
+def _has_window(piece: Piece, bad: Collection[tuple[bytes, str]]) -> bool:
+    return "window" in piece.entry.kinds and (piece.entry.key, "window") not in bad
+
+
+def _overlapping(blocks: list[list[Piece]], a: int, b: int, block: int) -> list[Piece]:
+    """The pieces that hold some of [a, b), of blocks of so many tokens."""
+    return [p for pieces in blocks[a // block : (b - 1) // block + 1] for p in pieces if p.start < b and a < p.end]

@@ -57,6 +57,14 @@ class LongRecord(RecordError):
     action = "keep"
 
 
+class NewerRecord(RecordError):
+    """A record of a schema that a later version of mlxkv wrote: not used, and left to that version. Every schema keeps
+    ``format``, ``schema`` and ``header_xxh3``, so that a damaged number is not taken for one."""
+
+    reason = "other_layout"
+    action = "keep"
+
+
 class UnreadableRecord(RecordError):
     """Opening or reading failed; that proves nothing about the file, which stays."""
 
@@ -135,6 +143,9 @@ class Meta:
     @classmethod
     def parse(cls, s: dict[str, str]) -> Meta:
         if s.get("format") != FORMAT or s.get("schema") != str(SCHEMA):
+            number = s.get("schema", "")
+            if s.get("format") == FORMAT and number.isascii() and number.isdecimal() and int(number) > SCHEMA:
+                raise NewerRecord(f"a record of schema {number[:20]}; this version of mlxkv knows {SCHEMA}")
             raise RecordError(f"not a record of schema {SCHEMA}")
         return cls(
             kind=s["kind"],
@@ -372,6 +383,17 @@ class Reader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def is_newer(path: Path | str) -> bool:
+    """Whether a file is a record that a later version of mlxkv wrote."""
+    try:
+        Reader.open(path).close()
+    except NewerRecord:
+        return True
+    except RecordError:
+        pass
+    return False
 
 
 def _read_exactly(fd: int, n: int, offset: int) -> bytes:

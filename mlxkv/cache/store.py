@@ -384,7 +384,7 @@ class PrefixStore:
 
         def stored(key: bytes) -> tuple[bool, bool]:
             entry = self.view.entry(key)
-            return (entry is not None and planner.complete(key), entry is not None and "state" in entry.kinds)
+            return (entry is not None and planner.whole(key), entry is not None and "state" in entry.kinds)
 
         return Recorder(
             state=state,

@@ -11,6 +11,7 @@ from .cache_import import import_
 from .cache_remove import prune, rm
 from .cache_show import show
 from .cache_text import ago, choose_model, count, decoder, nothing_yet, size, take_in_waiting
+from .cache_upgrade import upgrade
 from .cache_verify import verify
 from .options import CACHE_DIR, MODEL, AsJson, Flags, command
 
@@ -212,3 +213,4 @@ app.command()(prune)
 app.command()(rm)
 app.command()(explain)
 app.command("import")(import_)
+app.command()(upgrade)

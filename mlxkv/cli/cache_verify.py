@@ -37,6 +37,7 @@ def verify(
                 "records": found.records,
                 "bytes": found.bytes,
                 "unreachable": found.unreachable,
+                "newer": found.newer,
                 "findings": [finding.to_json() for finding in found.findings],
                 "repaired": sum(finding.done for finding in found.findings),
             }
@@ -53,5 +54,7 @@ def verify(
             typer.echo(
                 f"{count(found.unreachable, 'entry', 'entries')} cannot be used until what is before them is read"
             )
+        if found.newer:
+            typer.echo(f"{count(found.newer, 'record')} of a later version of mlxkv: left as they are")
     if found.findings:
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ stored for the span that its strips cover: where that begins inside a block, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,12 +31,17 @@ class Target:
     identity: Identity
     software: str
 
-    def drafts(self, prefix: Prefix) -> Iterator[list[Draft]]:
-        """Groups of drafts, in the order in which they hang on each other. Raises Refused (SHAPE, DTYPE, NOT_FINITE,
-        SHORT) where what the prefix gives is not what the layout holds."""
+    def drafts(
+        self, prefix: Prefix, skip: Callable[[bytes, frozenset[str]], bool] = lambda key, kinds: False
+    ) -> Iterator[list[Draft]]:
+        """Groups of drafts, in the order in which they hang on each other, but for those of which ``skip(key, kinds)``
+        says that these records are not wanted: they are not read. Raises Refused (SHAPE, DTYPE, NOT_FINITE, SHORT)
+        where what the prefix gives is not what the layout holds."""
         group: list[Draft] = []
         size = 0
         for meta, stand in self._entries(prefix):
+            if skip(meta.key, frozenset(self._kinds(prefix, meta, stand))):
+                continue
             draft = self._draft(prefix, meta, stand)
             if group and size + draft.nbytes > GROUP_BYTES:
                 yield group
@@ -49,13 +54,17 @@ class Target:
     def outline(self, prefix: Prefix) -> Iterator[tuple[bytes, dict[str, int]]]:
         """What ``drafts`` would make, without reading a row: (key, record kind -> bytes of its tensors)."""
         for meta, stand in self._entries(prefix):
-            kinds = ["rows"]
-            if self._has("window") and _strip(prefix.stands, meta.row_start, meta.end) is not None:
-                kinds.append("window")
-            if stand is not None and self.layout.needs_state:
-                kinds.append("state")
-            rows = meta.end - meta.row_start
+            rows, kinds = meta.end - meta.row_start, self._kinds(prefix, meta, stand)
             yield meta.key, {kind: sum(t.nbytes(rows) for t in self.layout.tensors(kind)) for kind in kinds}
+
+    def _kinds(self, prefix: Prefix, meta: Meta, stand: Stand | None) -> list[str]:
+        """The records of an entry, unless reading shows that something is of no use."""
+        kinds = ["rows"]
+        if self._has("window") and _strip(prefix.stands, meta.row_start, meta.end) is not None:
+            kinds.append("window")
+        if stand is not None and self.layout.needs_state:
+            kinds.append("state")
+        return kinds
 
     def _entries(self, prefix: Prefix) -> Iterator[tuple[Meta, Stand | None]]:
         """Every entry of a prefix, and where it ends at one, its stand."""

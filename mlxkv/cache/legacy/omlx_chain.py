@@ -45,6 +45,7 @@ class _Chain:
     #: why there is no state in a block
     stateless: dict[int, Refused] = field(default_factory=dict)
     spoiled: Callable[[int], None] = lambda i: None
+    tick: Callable[[], None] = lambda: None
     _modes: dict[int, str] = field(default_factory=dict)
     _digests: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
@@ -110,12 +111,10 @@ class _Chain:
     # check 7: composites agree on the rows that they share
 
     def compare(self) -> None:
-        """Composites that contradict each other in rows that they share: one is not of these weights, or damaged, and
-        nothing says which. None of them is believed. Each is compared with the one before, and the last, whose rows are
-        the ones that are used, with each."""
+        """The composite that is used for all rows is compared with each. Where they contradict each other, one is
+        damaged or of other weights, and nothing says which: none of them is believed."""
         composites = [i for i in sorted(self.blocks) if self._composite(i)]
-        pairs = [*zip(composites[1:], composites, strict=False), *((composites[-1], j) for j in composites[:-2])]
-        if any(self._digest(i, j) != self._digest(j, j) for i, j in pairs):
+        if any(self._digest(composites[-1], j) != self._digest(j, j) for j in composites[:-1]):
             for i in composites:
                 self._drop(i, "OTHER_ROWS")
 
@@ -128,6 +127,7 @@ class _Chain:
     def _digest(self, i: int, j: int) -> bytes:
         """Of the rows of block j that block i holds."""
         if (i, j) not in self._digests:
+            self.tick()
             h = xxhash.xxh3_128()
             fitted = self.blocks[i]
             with fitted.block.file as file:
@@ -284,14 +284,17 @@ def follow(
     block: int,
     find: Callable[[int], Fitted | None],
     spoiled: Callable[[int], None] = lambda i: None,
+    tick: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """What the chain over ``tokens`` gives. ``find(i)`` reads block i: None if it is not there; raises Refused.
-    ``spoiled`` is told, while the prefix is read, which blocks turn out not to be usable after all."""
-    chain = _Chain(layout, tokens, block)
+    ``spoiled`` is told, while the prefix is read, which blocks turn out not to be usable after all. ``tick`` is called
+    now and then, and may raise to stop."""
+    chain = _Chain(layout, tokens, block, tick=tick)
     count = len(tokens) // block
     there: list[int] = []
     mixed = False
     for i in range(count):
+        tick()
         try:
             if (fitted := find(i)) is None:
                 continue
