@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 
+from ..host import private_copy
 from ..keys import Identity, KeySpace
 from ..layout import Layout
 from ..ram import Draft
@@ -116,6 +118,7 @@ class Target:
             compute=self.identity.compute_json(),
             software=self.software,
             role="message" if stand is not None and self.layout.needs_state else "",
+            store_bits=self.layout.store_bits or 0,
         )
 
     def _draft(self, prefix: Prefix, meta: Meta, stand: Stand | None) -> Draft:
@@ -131,8 +134,8 @@ class Target:
         return any(True for _ in self.layout.tensors(kind))
 
     def _body(self, kind: str, arrays: HostArrays, rows: int) -> Body:
-        """The body of a record, after its names, dtypes, shapes and values were compared with the layout."""
-        specs = {t.name: t for t in self.layout.tensors(kind)}
+        """The body of a record, after names, dtypes, shapes and values were compared with what the model holds."""
+        specs = {t.name: t for t in self.layout.held(kind)}
         if set(arrays) != set(specs):
             odd = sorted(set(arrays) ^ set(specs))
             raise Refused("LAYOUT", f"{kind}: {', '.join(odd[:4])} on one side only")
@@ -143,7 +146,24 @@ class Target:
                 raise Refused("SHAPE", f"{name} is {array.shape}, the model keeps {specs[name].sized(rows)}")
             if not finite(dtype, array):
                 raise Refused("NOT_FINITE", name)
-        return Body.of(arrays)
+        return Body.of(self._packed(arrays))
+
+    def _packed(self, arrays: HostArrays) -> HostArrays:
+        """Rows quantised where the layout stores them so, as a recorder does it."""
+        out: HostArrays = {}
+        for name, (dtype, array) in arrays.items():
+            if name not in self.layout.packings:
+                out[name] = dtype, array
+                continue
+            live = mx.array(array)
+            live = live.view(mx.bfloat16) if dtype == "BF16" else live
+            parts = self.layout.packings[name].pack(name, live)
+            mx.eval(*parts.values())
+            for part, packed in parts.items():
+                out[part] = private_copy(packed)
+                if not finite(*out[part]):
+                    raise Refused("NOT_FINITE", f"{name}, once it is quantised")
+        return out
 
 
 def finite(dtype: str, array: np.ndarray) -> bool:
