@@ -111,10 +111,12 @@ class _Chain:
     # check 7: composites agree on the rows that they share
 
     def compare(self) -> None:
-        """The composite that is used for all rows is compared with each. Where they contradict each other, one is
-        damaged or of other weights, and nothing says which: none of them is believed."""
+        """Composites that contradict each other in rows that they share: one is not of these weights, or damaged, and
+        nothing says which. None of them is believed. Each is compared with the one before, and the last, whose rows are
+        the ones that are used, with each."""
         composites = [i for i in sorted(self.blocks) if self._composite(i)]
-        if any(self._digest(composites[-1], j) != self._digest(j, j) for j in composites[:-1]):
+        pairs = [*zip(composites[1:], composites, strict=False), *((composites[-1], j) for j in composites[:-2])]
+        if any(self._digest(i, j) != self._digest(j, j) for i, j in pairs):
             for i in composites:
                 self._drop(i, "OTHER_ROWS")
 
