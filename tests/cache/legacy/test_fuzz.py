@@ -45,7 +45,7 @@ def test_blocks(layout, style):
     with scratch() as base:
         folder = Folder(base, layout, style)
 
-        @settings(SETTINGS, max_examples=100)
+        @settings(SETTINGS, max_examples=60)
         @given(st.data())
         def draw(data: st.DataObject) -> None:
             seen.update(folder.tried(data.draw))

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from mlxkv.cache.legacy.journal import Journal
-from mlxkv.cache.legacy.tier import LegacyTier
 from tests import tiny
-from tests.cache.machine import scratch
 from tests.cache.stores import records
-from tests.cache.synthetic import ask, verify
 from tests.probe import equal, kept_in_memory, run, runtime
 
 from . import damaged_blocks, damaged_files
-from .damage import ALL, CHAIN, LAYOUTS, TOKENS, Damage
-from .harness import NAME, fingerprint
+from .damage import ALL
+from .harness import fingerprint, served_live, vouch
 from .omlx_writer import Style, blocks, prepare, save
 from .stories import story
 
@@ -26,11 +21,6 @@ assert damaged_blocks and damaged_files  # they fill ALL
 
 BORDERS = (8, 16, 24)
 ARCHS = ("falcon_h1", "gemma3_text", "llama")
-
-
-def vouch(store, folder: Path) -> None:
-    with closing(Journal(store.folder.path, store.ledger)) as journal:
-        journal.give_consent(folder, store.identity.fingerprint)
 
 
 class Told:
@@ -148,24 +138,10 @@ def test_a_state_that_stands_too_far_on_is_not_served(tiny_model, tmp_path):
     rt.store.close()
 
 
-@pytest.mark.parametrize("damage", ALL, ids=[d.name for d in ALL])
-def test_what_is_damaged_is_a_miss(damage: Damage):
-    """Whatever stands in such a folder: no request fails, none gets a wrong state, and nothing there is touched."""
-    model = LAYOUTS[damage.layout]
-    with scratch() as base, scratch() as cache:
-        folder = base / "omlx"
-        folder.mkdir()
-        damage.write(folder)
-        before = fingerprint(base)
-        store = model.open(cache / "c")
-        vouch(store, folder)
-        store.legacy = LegacyTier((folder,), (NAME,))
-        for n in (CHAIN + 1, 9, 5):  # a block of other weights contradicts those that come after it
-            ask(model, store, TOKENS[:n], keep=False)  # raises WrongHit
-        assert store.writer.flush(20)
-        for n in range(2, CHAIN + 2):
-            ask(model, store, TOKENS[:n], keep=False)
-        assert not store.legacy.counters.faults
-        verify(cache / "c", store)
-        store.close()
-        assert fingerprint(base) == before
+#: the first file that is damaged in each way; scripts/soak does them all
+FIRST = {d.codes[0]: d for d in reversed(ALL)}
+
+
+@pytest.mark.parametrize("code", sorted(FIRST))
+def test_what_is_damaged_is_a_miss(code):
+    served_live(FIRST[code])
