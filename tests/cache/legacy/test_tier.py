@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
 from pathlib import Path
 
@@ -63,13 +62,10 @@ class Users:
 @pytest.mark.parametrize(
     ("arch", "style"),
     [
-        ("falcon_h1", {}),
         ("falcon_h1", {"composite": "pm", "stamped": True}),
-        ("gemma3_text", {}),
         ("gemma3_text", {"snapshots": frozenset()}),
-        ("llama", {}),
     ],
-    ids=["cumulative", "per member", "windows", "windows, last block alone", "rows"],
+    ids=["per member", "windows, last block alone"],
 )
 def test_a_miss_is_served_from_the_folder_and_then_from_our_own(tiny_model, tmp_path, arch, style):
     users = Users(tiny_model(arch), tmp_path, **style)
@@ -100,16 +96,6 @@ def test_what_two_prompts_share_is_read_once(tiny_model, tmp_path):
     assert rt.store.writer.flush(10)
     assert {p: p.stat().st_ino for p in records(users.cache) if p in have} == have
     assert len(records(users.cache)) == 6
-    rt.store.close()
-
-
-def test_nobody_has_vouched_for_it(tiny_model, tmp_path, caplog):
-    users = Users(tiny_model("falcon_h1"), tmp_path)
-    rt = users.open(consent=False)
-    with caplog.at_level(logging.WARNING):
-        assert [users.ask(rt), users.ask(rt)] == [(0, "none")] * 2
-    said = [r.getMessage() for r in caplog.records if "--assume-same-weights" in r.getMessage()]
-    assert len(said) == 1 and str(users.omlx) in said[0]
     rt.store.close()
 
 
