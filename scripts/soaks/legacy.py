@@ -20,12 +20,15 @@ from hypothesis import strategies as st
 from soaks.faults import Task  # isort: skip
 
 from mlxkv.cache.legacy.journal import Journal
-from tests.cache.legacy.damage import LAYOUTS, chain, save_all
+from tests.cache.legacy import damaged_blocks, damaged_files
+from tests.cache.legacy.damage import ALL, LAYOUTS, chain, save_all
 from tests.cache.legacy.fuzz import Folder, files, peak, read
-from tests.cache.legacy.harness import converted
+from tests.cache.legacy.harness import converted, served_live
 from tests.cache.legacy.kills import MODEL, Victims, killed_at, make, sizes
 from tests.cache.legacy.omlx_writer import Style
 from tests.cache.machine import scratch
+
+assert damaged_blocks and damaged_files  # they fill ALL
 
 HEADERS, KILLS, NAMES, BATCH = 50_000, 100, 20_000, 500
 FOLDERS = (
@@ -135,4 +138,14 @@ def _odd(folder: Path, rng: random.Random, i: int) -> None:
         (folder / name).symlink_to("/dev/zero")
 
 
-PARTS = (headers, blocks, imports, names)
+def damages(task: Task) -> int:
+    """Every damaged file, asked for live."""
+    for damage in ALL:
+        try:
+            served_live(damage)
+        except Exception as e:
+            raise AssertionError(damage.name) from e
+    return len(ALL)
+
+
+PARTS = (headers, blocks, damages, imports, names)

@@ -18,6 +18,7 @@ Parts, and what each compares (docs/results/README.md says which promise each on
   power      power loss with reordered and torn writes
   headers    50,000 files of other tools that may be anything, as the import reads them
   blocks     changed blocks of a folder of oMLX: what is imported beside or of them is what it was
+  damages    every damaged file of the tests in a folder that is asked at a miss
   imports    100 kills -9 at steps of an import; a re-run completes it
   names      20,000 files of no sense in a folder of oMLX
 

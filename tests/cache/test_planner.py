@@ -189,3 +189,48 @@ def test_looking_up_does_not_cost_more_with_more_neighbours(runs, tmp_path):
             index.add_entry(Entry(key, space.root, space.root, 0, 5, 0, None, packed, frozenset()), {"rows": 1})
     assert len(index.children(space.root, pack([1, 2, 3, 4, 5, 6]))) <= 24
     rt.store.close()
+
+
+def test_a_window_is_wanted_only_where_it_is_read(tiny_model, tmp_path):
+    """As after an import: rows of all tokens, windows only before the places that can be resumed."""
+    rt = runtime(tiny_model("gemma3_text"), tmp_path)
+    store = rt.store
+    (window,) = set(store.layout.windows)
+    tokens = tiny.ids(5 * window + 8, seed=3)
+    last = len(tokens) - 1
+    cold, _ = run(rt, tokens, use_cache=False)
+    run(rt, tokens)
+    assert store.writer.flush(10)
+    read = {piece.entry.key: piece for piece in store.lookup(tokens).pieces}
+    needless = [key for key, piece in read.items() if piece.end <= last - window]
+    assert len(needless) > 2
+
+    def forget(key: bytes) -> None:
+        store.folder.remove(key, "window")
+        with store.index.transaction():
+            store.index.drop_record(key, "window")
+
+    def asked(ids: list[int], **more) -> tuple[np.ndarray, int]:
+        logits, done = run(rt, ids, **more)
+        return logits, done.usage.cached_tokens
+
+    for key in needless:
+        forget(key)
+    logits, at = asked(tokens, keep=False)
+    assert at == last and np.abs(logits - cold).max() <= BOUND["gemma3_text"] * np.abs(cold).max()
+
+    # who parts from it earlier has rows there and nothing to stand on; what was lacking is stored then
+    other = [*tokens[: 2 * window], *tiny.ids(9, seed=4)]
+    cold_other, _ = run(rt, other, use_cache=False)
+    for expected in (0, len(other) - 1):
+        logits, at = asked(other)
+        assert at == expected and np.abs(logits - cold_other).max() <= BOUND["gemma3_text"] * np.abs(cold_other).max()
+        assert store.writer.flush(10)
+    store.close()
+    rt = reopened(rt, tmp_path)
+    store = rt.store
+    assert (asked(tokens, keep=False)[1], asked(other, keep=False)[1]) == (last, len(other) - 1)
+
+    forget(next(key for key, piece in read.items() if piece.end > last - window))
+    assert asked(tokens, keep=False)[1] <= 2 * window
+    store.close()

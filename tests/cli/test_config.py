@@ -54,6 +54,18 @@ def test_sizes(text, expected):
     assert parse_size(text) == expected
 
 
+def test_legacy_folders(home):
+    write(home, 'legacy_dirs = ["~/.omlx/cache", "/a/b"]\n')
+    assert Settings.load().legacy_dirs == (Path.home() / ".omlx/cache", Path("/a/b"))
+    text = os.pathsep.join(("/x", "", "/y", "/x"))
+    found = Settings.load({}, os.environ | {"MLXKV_LEGACY_DIRS": text})
+    assert found.legacy_dirs == found.engine_options()["legacy_dirs"] == (Path("/x"), Path("/y"))
+    for wrong in ("legacy_dirs = 3\n", "legacy_dirs = [3]\n"):
+        write(home, wrong)
+        with pytest.raises(ConfigError, match="legacy_dirs"):
+            Settings.load()
+
+
 @pytest.mark.parametrize("text", ["", "x", "-1", "2GiBs", "1e9", -1, 1.5, True, float("inf")])
 def test_bad_sizes(text):
     with pytest.raises(ValueError):

@@ -233,12 +233,15 @@ class Importer:
         root = self.target.space.root
         before: dict[bytes, frozenset[str]] | None = None
         moved: list[tuple[str, Signature]] = []
+        unread: list[Path] = []  # noted by the legacy tier, which had no time for all of their bytes
         for path in files:
             name, signature = relative_name(self.root, path), self._good[path].signature
             row = self.journal.imported(self.root, name, root)
             if row is None or signature is None:
                 return False
-            if not row.same(signature):
+            if row.same(signature):
+                unread += [] if row.digest else [path]
+            else:
                 try:
                     if read_digest(path).digest != row.digest:
                         return False
@@ -252,7 +255,18 @@ class Importer:
         with contextlib.suppress(NoRoom):  # then they are compared again the next time
             for name, signature in moved if not dry_run else ():
                 self.journal.touch(self.root, name, root, signature)
+            for path in unread if not dry_run else ():
+                self._note_digest(path, root)
         return True
+
+    def _note_digest(self, path: Path, root: bytes) -> None:
+        """Note what an imported file holds, if it is still that one. Raises NoRoom."""
+        name = relative_name(self.root, path)
+        row = self.journal.imported(self.root, name, root)
+        with contextlib.suppress(Refused):
+            found = read_digest(path)
+            if row is not None and row.same(found.signature):
+                self.journal.digested(self.root, name, root, found.digest)
 
     def _refused_before(self, files: list[Path]) -> dict[Path, str]:
         """The codes with which an earlier import refused these very files, if it refused all of them."""

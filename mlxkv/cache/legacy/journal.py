@@ -191,6 +191,14 @@ class Journal:
                 (signature.size, signature.mtime, signature.inode, self._source(source), name, root),
             )
 
+    def digested(self, source: Path, name: str, root: bytes, digest: bytes) -> None:
+        """The content of a file that was noted without. Raises NoRoom, sqlite3.Error."""
+        with self._writing(len(digest), 2):
+            self._db.execute(
+                "UPDATE files SET digest = ? WHERE source = ? AND name = ? AND root = ?",
+                (digest, self._source(source), name, root),
+            )
+
     def forget(self, source: Path, names: Iterable[str]) -> None:
         """These files are gone. Raises NoRoom, sqlite3.Error."""
         names = list(names)

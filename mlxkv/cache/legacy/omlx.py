@@ -8,6 +8,7 @@ the block before it, is kept.
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,8 @@ _OTHERS = {"_gdn_sidecars": "SIDECAR", "_boundary_snapshots": "NAME"}
 _DEPTH = 4
 #: model names and block sizes that are remembered for looking a prompt up
 _NAMES, _SIZES = 16, 16
+#: headers that are kept
+_RECENT = 512
 
 
 class OmlxSource:
@@ -41,6 +44,7 @@ class OmlxSource:
         #: sound blocks without a sidecar
         self._nameless: set[bytes] = set()
         self._prompts: list[tuple[list[bytes], int]] = []
+        self._recent: OrderedDict[bytes, Fitted] = OrderedDict()
         self._used: set[bytes] = set()
         self._refused: dict[bytes, Refused] = {}
 
@@ -145,9 +149,18 @@ class OmlxSource:
     def _follow(self, digests: list[bytes], tokens: list[int], size: int, spoiled: Callable[[int], None]) -> Outcome:
         def find(i: int) -> Fitted | None:
             there = digests[i] in self._before or digests[i] in self._nameless
-            return self._read(file_of(self.folder, digests[i])) if there else None
+            return self._read_once(digests[i]) if there else None
 
         return follow(self.context.target.layout, tokens, size, find, spoiled)
+
+    def _read_once(self, digest: bytes) -> Fitted:
+        """What many chains begin with is read once; a file that changes meanwhile is found out by its signature."""
+        if (fitted := self._recent.get(digest)) is None:
+            fitted = self._recent[digest] = self._read(file_of(self.folder, digest))
+            if len(self._recent) > _RECENT:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(digest)
+        return fitted
 
     def _chains(self) -> Iterator[tuple[list[bytes], list[int], int]]:
         """Hashes, tokens and block size of every longest chain."""
@@ -168,14 +181,16 @@ class OmlxSource:
             while at is not None:
                 # the hash proves each step, so that there is no way in a circle
                 tokens, before, model = read_tokens(sidecar_of(file_of(self.folder, at)), at, model)
-                digests.insert(0, at)
-                blocks.insert(0, tokens)
+                digests.append(at)
+                blocks.append(tokens)
                 at = before
         except Refused as e:
             code = "CHAIN" if e.code in ("NO_TOKENS", "HASH") and at != last else e.code
             for digest in [*digests, last]:
                 self._refused.setdefault(digest, Refused(code, "" if code == "CHAIN" else e.detail))
             return None
+        digests.reverse()
+        blocks.reverse()
         size = len(blocks[0])
         good = next((i for i, tokens in enumerate(blocks) if len(tokens) != size), len(blocks))
         for i, digest in enumerate(digests[good:]):

@@ -77,6 +77,8 @@ class Fitted:
 
 def importable(layout: Layout) -> Refused | None:
     """Why no file of oMLX can hold what this layout needs; None if one can."""
+    if layout.store_bits is not None:
+        return Refused("LAYOUT", f"rows are stored in {layout.store_bits} bits here, and exactly there")
     for m in layout.members:
         names = {t.name for t in m.tensors}
         if m.kind in ("head", "hidden"):

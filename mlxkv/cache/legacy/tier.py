@@ -228,6 +228,9 @@ class LegacyTier:
                     chain.folder.path,
                 )
                 return frozenset()
+            for i, why in outcome.refused.items():
+                if why.code == "OTHER_ROWS":  # a shorter prompt would not show it
+                    self._refuse(file_of(chain.folder.path, chain.digests[i]), chain.at[i], why)
             lead = _leads(outcome.prefix)
             self._remember(mark, lead)
             if outcome.prefix is not None and lead > position:

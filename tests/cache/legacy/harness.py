@@ -18,10 +18,14 @@ from mlxkv.cache.legacy.journal import Journal
 from mlxkv.cache.legacy.omlx import OmlxSource
 from mlxkv.cache.legacy.reasons import Refused
 from mlxkv.cache.legacy.source import Context
+from mlxkv.cache.legacy.tier import LegacyTier
 from mlxkv.cache.ram import Draft
 from mlxkv.cache.store import PrefixStore
 from mlxkv.decode.runtime import Runtime
-from tests.cache.synthetic import BLOCK, Model
+from tests.cache.machine import scratch
+from tests.cache.synthetic import BLOCK, Model, ask, verify
+
+from .damage import CHAIN, LAYOUTS, TOKENS, Damage
 
 NAME = "test-model"
 DAILY = 1 << 40
@@ -114,3 +118,57 @@ def fingerprint(folder: Path) -> str:
             elif stat.S_ISREG(info.st_mode):
                 h.update(path.read_bytes())
     return h.hexdigest()
+
+
+def vouch(store: PrefixStore, folder: Path) -> None:
+    with closing(Journal(store.folder.path, store.ledger)) as journal:
+        journal.give_consent(folder, store.identity.fingerprint)
+
+
+#: prompts to ask for: where a block ends, one token later
+ENDS = (CHAIN + 1, 9, 5)
+
+
+def refused(damage: Damage) -> None:
+    """A damaged folder is imported: the file has its reason, nothing wrong is served, nothing there is touched."""
+    model = LAYOUTS[damage.layout]
+    with scratch() as base, scratch() as cache:
+        folder = base / "omlx"
+        folder.mkdir()
+        path = damage.write(folder)
+        before = fingerprint(base)
+        store = model.open(cache / "c")
+        report = taken_in(model, folder, store)
+        found = codes(report)
+        for n in ENDS:
+            ask(model, store, TOKENS[:n], keep=False)  # raises WrongHit
+        verify(cache / "c", store)
+        store.close()
+        if path is None:
+            assert set(damage.codes) & set(found.values()), found
+        else:
+            assert found.get(str(path.relative_to(folder))) in damage.codes, (found, report)
+        assert not report.why and not report.unstored.files
+        assert fingerprint(base) == before
+
+
+def served_live(damage: Damage) -> None:
+    """A damaged folder is asked at a miss: no request fails, none gets a wrong state, nothing there is touched."""
+    model = LAYOUTS[damage.layout]
+    with scratch() as base, scratch() as cache:
+        folder = base / "omlx"
+        folder.mkdir()
+        damage.write(folder)
+        before = fingerprint(base)
+        store = model.open(cache / "c")
+        vouch(store, folder)
+        store.legacy = LegacyTier((folder,), (NAME,))
+        for n in ENDS:  # the longest first: a block of other weights contradicts those that come after it
+            ask(model, store, TOKENS[:n], keep=False)  # raises WrongHit
+        assert store.writer.flush(20)
+        for n in ENDS:
+            ask(model, store, TOKENS[:n], keep=False)
+        assert not store.legacy.counters.faults
+        verify(cache / "c", store)
+        store.close()
+        assert fingerprint(base) == before

@@ -31,6 +31,8 @@ FLAT = {
     for n in (1, 2, 3, 16)
 }
 LISTS = Model("lists", lambda: [CacheList(KVCache(), KVCache()), KVCache()])
+SHORT = Model("short", lambda: [RotatingKVCache(3), KVCache()])
+SHORT_KEPT = Model("short kept", lambda: [RotatingKVCache(3, keep=1), CacheList(KVCache(), ArraysCache(2))])
 KEPT = Model("kept", lambda: [RotatingKVCache(7, keep=2), KVCache()])
 
 #: model, style, chunk of the run, and where a look-up of the first n tokens then stands, for n = 5, 9, 13
@@ -45,6 +47,10 @@ CASES: dict[str, tuple[Model, dict[str, Any], int, tuple[int, int, int]]] = {
     "windows of version 2": (LAYOUTS["window"], {"version": "2", "names": "keys"}, 99, (4, 8, 12)),
     "rings of single steps": (LAYOUTS["window"], {}, 1, (4, 8, 12)),
     "rings of threes": (LAYOUTS["window"], {}, 3, (4, 8, 12)),
+    "windows shorter than a block": (SHORT, {}, 99, (4, 8, 12)),
+    "windows shorter than a block, of single steps": (SHORT, {}, 1, (4, 8, 12)),
+    "windows shorter than a block, last block alone": (SHORT, {"snapshots": frozenset()}, 99, (0, 0, 12)),
+    "short windows that keep, beside states": (SHORT_KEPT, {}, 99, (4, 8, 12)),
     "rings that keep": (KEPT, {}, 99, (4, 8, 12)),
     "rings that keep, of single steps": (KEPT, {}, 1, (4, 8, 12)),
     "cumulative": (LAYOUTS["pair"], {}, 99, (4, 8, 12)),
@@ -78,8 +84,11 @@ CASES: dict[str, tuple[Model, dict[str, Any], int, tuple[int, int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("block", [4, 8, 3], ids=["same grid", "ours is twice", "ours is odd"])
+#: some of them, for grids of ours that are not theirs
+SOME = {"rows", "windows", "rings of threes", "cumulative", "per member", "lists of windows and states", "3 flat slots"}
+
+
+@pytest.mark.parametrize(("case", "block"), [(c, 4) for c in CASES] + [(c, b) for c in sorted(SOME) for b in (8, 3)])
 def test_what_is_imported_stands_where_it_can(case: str, block: int):
     model, style, chunk, stands = CASES[case]
     with scratch() as base:

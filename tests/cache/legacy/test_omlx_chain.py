@@ -87,11 +87,7 @@ class Folder:
                 marks |= {f"layer_{n}_storage_mode": "pm"} if mode == "pm" else {}
                 groups = {f"layer_{n}_sub_{j}": sub for j, sub in enumerate(subs)}
             for here, elements in groups.items():
-                marks[f"{here}_state_count"] = str(len(elements))
-                for k, element in enumerate(elements):
-                    if element is None:
-                        marks[f"{here}_state_{k}_none"] = "1"
-                    tensors[f"{here}_state_{k}"] = np.zeros(1, np.float32) if element is None else element
+                self._elements(here, elements, tensors, marks)
         meta = {
             "omlx_cache_format_version": "3",
             "block_hash": self.digests[i].hex(),
@@ -110,6 +106,17 @@ class Folder:
         file = file_of(self.path, self.digests[i])
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(a.tobytes() for a in tensors.values()))
+
+    def _elements(self, here, elements, tensors, marks):
+        marks[f"{here}_state_count"] = str(len(elements))
+        for k, element in enumerate(elements):
+            if isinstance(element, tuple):  # elements of its own
+                marks[f"{here}_state_{k}_nested"] = "nstate"
+                self._elements(f"{here}_state_{k}", element, tensors, marks)
+                continue
+            if element is None:
+                marks[f"{here}_state_{k}_none"] = "1"
+            tensors[f"{here}_state_{k}"] = np.zeros(1, np.float32) if element is None else element
 
     def follow(self, tokens=TOKENS):
         def find(i):
@@ -258,6 +265,27 @@ def test_slots(tmp_path, elements, expected):
     folder.write(0, [("legacy", [rows(0, 4), elements])], LIST, NAMES)
     outcome = folder.follow()
     assert what(outcome) == [4] if not expected else codes(outcome) == {0: expected}
+
+
+@pytest.mark.parametrize(
+    ("state_of_it", "expected"),
+    [
+        ([tuple(state(4, 3)), None, None], None),
+        ([tuple(state(4, 3)), np.zeros((1, 1), np.float32), None], "PADDED"),
+        ([tuple(state(4, 2)), None, None], "SLOTS"),
+        ([tuple(state(4, 3)), None], "LAYOUT"),
+        ([((*state(4, 2),), *state(4, 2)), None, None], "LAYOUT"),
+        ([(((*state(4, 2),),),), None, None], "MARKERS"),
+    ],
+)
+def test_slots_beside_padding_and_lengths(tmp_path, state_of_it, expected):
+    """As newer versions of mlx-lm give the state of an ArraysCache."""
+    layout = Layout((member((0, 0), "growing"), member((0, 1), "recurrent", slots=3, filled=(0, 1, 2))))
+    folder = Folder(tmp_path, layout)
+    folder.write(0, [("legacy", [rows(0, 4), state_of_it])], LIST, NAMES)
+    outcome = folder.follow()
+    assert what(outcome) == [] if expected else what(outcome) == [4]
+    assert codes(outcome) == ({0: expected} if expected else {})
 
 
 def test_a_slot_that_is_none_on_both_sides(tmp_path):

@@ -1,0 +1,76 @@
+"""``mlxkv cache import`` of an oMLX folder, from its first look to the end of its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.cache.legacy.harness import fingerprint
+from tests.cache.legacy.omlx_writer import Style, blocks, save
+from tests.cache.legacy.stories import story
+from tests.cache.stores import records
+from tests.probe import runtime
+
+BLOCK, N = 8, 6
+
+
+@pytest.fixture(scope="module")
+def told(tiny_model):
+    """The model, a prompt of six blocks and some, and what a run over it left."""
+    model = tiny_model("falcon_h1")
+    tokens = tiny.ids(BLOCK * N + 3, seed=77)
+    return model, tokens, story(runtime(model, None).model, tokens, range(BLOCK, BLOCK * N + 1, BLOCK))
+
+
+@pytest.fixture
+def folder(told, tmp_path, monkeypatch) -> Path:
+    model, tokens, run = told
+    save(tmp_path / "omlx", run, Style(model=str(model), block=BLOCK))
+    monkeypatch.setenv("MLXKV_MODEL", str(model))
+    monkeypatch.setenv("MLXKV_CACHE_DIR", str(tmp_path / "c"))
+    (tmp_path / "prompt.json").write_text(json.dumps(tokens))
+    return tmp_path / "omlx"
+
+
+def served(cli, tmp_path):
+    """(source, cached tokens, text) of a run over the prompt."""
+    args = ("run", "--prompt-tokens", tmp_path / "prompt.json", "--max-tokens", "64", "--json")
+    ran = cli(*args).json
+    return ran["cache"]["source"], ran["usage"]["cached_tokens"], ran["text"]
+
+
+def test_from_a_dry_run_to_the_removal_of_what_was_imported(cli, folder, tmp_path):
+    cold = cli("run", "--no-cache", "--prompt-tokens", tmp_path / "prompt.json", "--max-tokens", "64", "--json").json
+    files = list(folder.rglob("*.safetensors"))
+    weight, before = sum(path.stat().st_size for path in files), fingerprint(folder)
+    refused = cli("cache", "import", folder, "--json")
+    assert refused.code == 1 and refused.json["refused"]["NO_CONSENT"]["files"] == N
+    dry = cli("cache", "import", folder, "--dry-run", "--assume-same-weights", "--json").json
+    assert dry["imported"] == {"files": N, "bytes": weight}
+    done = cli("cache", "import", folder, "--assume-same-weights", "--json").json
+    assert done == dry | {"dry_run": False}
+    assert fingerprint(folder) == before
+    stored = sum(path.stat().st_size for path in records(tmp_path / "c"))
+    assert done["record_bytes"] == stored and done["frees"] == weight - stored > 0
+    assert served(cli, tmp_path) == ("ssd", BLOCK * N, cold["text"])
+    again = cli("cache", "import", folder, "--json").json  # consent is remembered
+    assert again["already"]["files"] == N and not again["records"] and fingerprint(folder) == before
+    gone = cli("cache", "import", folder, "--remove-imported", "--yes", "--json").json
+    assert gone["removed"] == {"files": N, "bytes": weight, "kept": 0}
+    assert not list(folder.rglob("*.safetensors"))
+    assert served(cli, tmp_path)[2] == cold["text"]
+    assert cli("cache", "verify", "--json").code == 0
+
+
+def test_a_refused_file_is_named_and_never_removed(cli, folder, told, tmp_path):
+    model, _, run = told
+    bad = blocks(run, Style(model=str(model), block=BLOCK))[-1]
+    bad.metadata["omlx_cache_format_version"] = "5"
+    path = bad.save(folder)
+    done = cli("cache", "import", folder, "--assume-same-weights", "--remove-imported", "--yes", "--json").json
+    (example,) = done["refused"]["TOO_NEW"]["examples"]
+    assert example["file"] == str(path.relative_to(folder))
+    assert list(folder.rglob("*.safetensors")) == [path] and done["removed"]["files"] == N - 1
