@@ -47,6 +47,7 @@ class _Chain:
     spoiled: Callable[[int], None] = lambda i: None
     tick: Callable[[], None] = lambda: None
     _modes: dict[int, str] = field(default_factory=dict)
+    _window: tuple[int, HostArrays | None] | None = None
     _digests: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
     def end(self, i: int) -> int:
@@ -194,8 +195,7 @@ class _Chain:
         if ring := next(iter(fitted.rings.values()), None):
             end = self.end(i)
             spans = [(0, end)] if end <= ring.keep + ring.window else [(0, ring.keep), (end - ring.window, end)]
-            read = _Once(partial(self._read, i, self._rings, i))
-            strips = [Strip(a, b, partial(_cut, read, a, b, spans)) for a, b in spans if a < b]
+            strips = [Strip(a, b, partial(self._cut, i, a, b, spans)) for a, b in spans if a < b]
         return Stand(self.end(i), partial(self._read, i, self._states, i), tuple(strips))
 
     def _read(self, i: int, read: Callable[[int], HostArrays], *args: int) -> HostArrays | None:
@@ -220,6 +220,18 @@ class _Chain:
             for s in state.sources
         }
 
+    def _cut(self, i: int, a: int, b: int, spans: list[tuple[int, int]]) -> HostArrays | None:
+        """Rows [a, b) of block i's windows, which hold ``spans`` one after the other. Strips are asked for in order:
+        what was read last is kept, and no more than that."""
+        if self._window is None or self._window[0] != i:
+            self._window = None  # before the next is read
+            self._window = i, self._read(i, self._rings, i)
+        arrays = self._window[1]
+        if arrays is None:
+            return None
+        first = sum(d - c for c, d in spans if d <= a)
+        return {name: (dtype, array[:, :, first : first + b - a]) for name, (dtype, array) in arrays.items()}
+
     def _rings(self, i: int) -> HostArrays:
         """The rows of windows, in order of their tokens."""
         fitted = self.blocks[i]
@@ -234,28 +246,6 @@ class _Chain:
                     rows = rows[:, :, : ring.offset]
                 out[s.spec.name] = s.spec.dtype, rows
         return out
-
-
-class _Once:
-    """What was read last is kept: strips of one stand come out of the same arrays."""
-
-    def __init__(self, read: Callable[[], HostArrays | None]) -> None:
-        self._read = read
-        self._have: HostArrays | None = None
-
-    def __call__(self) -> HostArrays | None:
-        if self._have is None:
-            self._have = self._read()
-        return self._have
-
-
-def _cut(read: _Once, a: int, b: int, spans: list[tuple[int, int]]) -> HostArrays | None:
-    """Rows [a, b), where what is read holds ``spans`` one after the other."""
-    arrays = read()
-    if arrays is None:
-        return None
-    first = sum(d - c for c, d in spans if d <= a)
-    return {name: (dtype, array[:, :, first : first + b - a]) for name, (dtype, array) in arrays.items()}
 
 
 def _nothing(source: Source, rows: int) -> np.ndarray:
