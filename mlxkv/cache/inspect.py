@@ -22,7 +22,10 @@ from .record import Reader, RecordError
 from .tensors import RECORD_KINDS
 
 #: files beside records, temporaries and quarantine that are mlxkv's own
-OWN_FILES = ("CACHEDIR.TAG", ".metadata_never_index", "index.damaged", "weights.json", "writes.json", "LOCK")
+OWN_FILES = (
+    "CACHEDIR.TAG", ".metadata_never_index", "index.damaged", "weights.json", "writes.json", "LOCK",
+    "imports.sqlite", "imports.sqlite-journal",
+)  # fmt: skip
 
 
 def report(path: Path, index: Catalogue | None) -> dict[str, Any]:

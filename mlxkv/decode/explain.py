@@ -99,7 +99,7 @@ def explain(options: Options, request: Request, *, stored: bool) -> tuple[Explan
     store = None
     try:
         if runtime.store is not None:
-            store = _looking(runtime, options)
+            store = looking(runtime, options)
         off = info.store_off if on and stored and info.store_off else ""
         asking = _Asking(runtime, request, lambda event: None, lambda: False, time.monotonic())
         return asking.explain(store, "off" if off or not on else "empty", off), info.name
@@ -108,7 +108,7 @@ def explain(options: Options, request: Request, *, stored: bool) -> tuple[Explan
             store.close()
 
 
-def _looking(runtime: Runtime, options: Options) -> LookingStore:
+def looking(runtime: Runtime, options: Options) -> LookingStore:
     """The runtime's store opened anew, to look only."""
     own = runtime.store
     assert own is not None

@@ -3,7 +3,7 @@ for: only what is stored with all its rows counts as imported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..planner import Planner
@@ -17,6 +17,8 @@ class Taken:
     ``complete``: nothing was refused by the writer on the way."""
 
     keys: list[bytes] = field(default_factory=list)
+    #: key -> kinds of records that were handed over or were there already
+    records: dict[bytes, frozenset[str]] = field(default_factory=dict)
     nbytes: int = 0
     complete: bool = True
 
@@ -30,6 +32,7 @@ def take(store: PrefixStore, groups: Iterable[list[Draft]], salt: str = "", *, w
     for group in groups:
         todo = [d for d in group if not _there(store, planner, d)]
         taken.keys += [d.meta.key for d in group]
+        taken.records.update((d.meta.key, frozenset(d.bodies)) for d in group)
         if not todo:
             continue
         for draft in reversed(todo):  # what others hang on is the last to leave RAM
@@ -48,6 +51,17 @@ def durable(store: PrefixStore, keys: Iterable[bytes], salt: str = "") -> bool:
     """Whether all these entries are on disk with all their rows."""
     planner = Planner(store.index, store.space(salt), store.layout)
     return all(planner.complete(key) for key in keys)
+
+
+def missing(store: PrefixStore, records: Mapping[bytes, frozenset[str]], salt: str = "") -> dict[bytes, frozenset[str]]:
+    """Those of these records that are not on disk, or hang on rows that are not."""
+    planner = Planner(store.index, store.space(salt), store.layout)
+    out = {}
+    for key, kinds in records.items():
+        entry = store.index.entry(key) if planner.complete(key) else None
+        if lacking := kinds - (entry.kinds if entry is not None else frozenset()):
+            out[key] = lacking
+    return out
 
 
 def _there(store: PrefixStore, planner: Planner, draft: Draft) -> bool:

@@ -34,23 +34,40 @@ class Target:
     def drafts(self, prefix: Prefix) -> Iterator[list[Draft]]:
         """Groups of drafts, in the order in which they hang on each other. Raises Refused (SHAPE, DTYPE, NOT_FINITE,
         SHORT) where what the prefix gives is not what the layout holds."""
-        stands = {s.position: s for s in prefix.stands if 0 < s.position <= len(prefix.tokens)}
         group: list[Draft] = []
         size = 0
-        parent, base, written = self.space.root, None, 0
-        for end in self._cuts(prefix, stands):
-            start = (end - 1) // self.space.block * self.space.block
-            draft = self._draft(prefix, stands.get(end), parent, base, start, written, end)
+        for meta, stand in self._entries(prefix):
+            draft = self._draft(prefix, meta, stand)
             if group and size + draft.nbytes > GROUP_BYTES:
                 yield group
                 group, size = [], 0
             group.append(draft)
             size += draft.nbytes
-            full = end % self.space.block == 0
-            parent, base = (draft.meta.key, None) if full else (parent, draft.meta.key)
-            written = end
         if group:
             yield group
+
+    def outline(self, prefix: Prefix) -> Iterator[tuple[bytes, dict[str, int]]]:
+        """What ``drafts`` would make, without reading a row: (key, record kind -> bytes of its tensors)."""
+        for meta, stand in self._entries(prefix):
+            kinds = ["rows"]
+            if self._has("window") and _strip(prefix.stands, meta.row_start, meta.end) is not None:
+                kinds.append("window")
+            if stand is not None and self.layout.needs_state:
+                kinds.append("state")
+            rows = meta.end - meta.row_start
+            yield meta.key, {kind: sum(t.nbytes(rows) for t in self.layout.tensors(kind)) for kind in kinds}
+
+    def _entries(self, prefix: Prefix) -> Iterator[tuple[Meta, Stand | None]]:
+        """Every entry of a prefix, and where it ends at one, its stand."""
+        stands = {s.position: s for s in prefix.stands if 0 < s.position <= len(prefix.tokens)}
+        parent, base, written = self.space.root, None, 0
+        for end in self._cuts(prefix, stands):
+            start = (end - 1) // self.space.block * self.space.block
+            meta = self._meta(prefix, stands.get(end), parent, base, start, max(start, written), end)
+            yield meta, stands.get(end)
+            full = end % self.space.block == 0
+            parent, base = (meta.key, None) if full else (parent, meta.key)
+            written = end
 
     def _cuts(self, prefix: Prefix, stands: dict[int, Stand]) -> list[int]:
         last = len(prefix.tokens)
@@ -59,17 +76,18 @@ class Target:
             cuts |= {s.start for stand in stands.values() for s in stand.strips if 0 < s.start < last}
         return sorted(cuts)
 
-    def _draft(
-        self, prefix: Prefix, stand: Stand | None, parent: bytes, base: bytes | None, start: int, written: int, end: int
-    ) -> Draft:
+    def _meta(
+        self,
+        prefix: Prefix,
+        stand: Stand | None,
+        parent: bytes,
+        base: bytes | None,
+        start: int,
+        row_start: int,
+        end: int,
+    ) -> Meta:
         tokens = prefix.tokens[start:end]
-        row_start = max(start, written)
-        bodies = {"rows": self._body("rows", prefix.rows(row_start, end) if self._has("rows") else {}, end - row_start)}
-        if self._has("window") and (window := _windows(prefix.stands, row_start, end)) is not None:
-            bodies["window"] = self._body("window", window, end - row_start)
-        if stand is not None and self.layout.needs_state:
-            bodies["state"] = self._body("state", stand.state, 0)
-        meta = Meta(
+        return Meta(
             kind="",
             key=self.space.key(parent, tokens),
             root=self.space.root,
@@ -85,9 +103,17 @@ class Target:
             fingerprint=self.identity.fingerprint,
             compute=self.identity.compute_json(),
             software=self.software,
-            role="message" if "state" in bodies else "",
+            role="message" if stand is not None and self.layout.needs_state else "",
         )
-        return Draft(meta, bodies, tuple(k for k in (parent, meta.base) if k is not None))
+
+    def _draft(self, prefix: Prefix, meta: Meta, stand: Stand | None) -> Draft:
+        a, b = meta.row_start, meta.end
+        bodies = {"rows": self._body("rows", prefix.rows(a, b) if self._has("rows") else {}, b - a)}
+        if self._has("window") and (window := _windows(prefix.stands, a, b)) is not None:
+            bodies["window"] = self._body("window", window, b - a)
+        if stand is not None and self.layout.needs_state:
+            bodies["state"] = self._body("state", stand.state, 0)
+        return Draft(meta, bodies, tuple(k for k in (meta.parent, meta.base) if k is not None))
 
     def _has(self, kind: str) -> bool:
         return any(True for _ in self.layout.tensors(kind))
@@ -117,10 +143,14 @@ def finite(dtype: str, array: np.ndarray) -> bool:
 
 def _windows(stands: tuple[Stand, ...], a: int, b: int) -> HostArrays | None:
     """Windowed rows [a, b), from one strip that covers them; None if no strip does."""
-    strip: Strip | None = next((s for stand in stands for s in stand.strips if s.start <= a and b <= s.end), None)
+    strip = _strip(stands, a, b)
     if strip is None:
         return None
     out: HostArrays = {}
     for name, (dtype, array) in strip.arrays.items():
         out[name] = dtype, np.ascontiguousarray(array[:, :, a - strip.start : b - strip.start])
     return out
+
+
+def _strip(stands: tuple[Stand, ...], a: int, b: int) -> Strip | None:
+    return next((s for stand in stands for s in stand.strips if s.start <= a and b <= s.end), None)

@@ -64,6 +64,7 @@ def test_a_file_that_changes_is_refused(tmp_path):
             file.read("x")
 
 
+NOTHING = b'"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 BAD_HEADERS = {
     "no object": (b"[]", b"", "HEADER_JSON"),
     "no JSON": (b"{", b"", "HEADER_JSON"),
