@@ -100,6 +100,11 @@ class Journal:
         self._ledger = ledger
         self._db = self._open()
 
+    @property
+    def writable(self) -> bool:
+        """Whether anything can be noted: not if it was opened to look only."""
+        return self._ledger is not None
+
     def close(self) -> None:
         self._db.close()
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..host import from_host, private_copy
 from ..layout import MemberSpec, tensor_name
@@ -71,7 +71,7 @@ class Prover:
         caches = list(self.make_cache())
         members = members_of(caches)
         below = [(m, held) for m, held in zip(members, contents.members, strict=True) if m.path != target.spec.path]
-        tap = _tap(caches, target.spec.path)
+        tap = _tap(caches, members, target.spec.path)
         for a in range(0, n, self.chunk):
             b = min(n, a + self.chunk)
             arrays = self._run(tap, caches, tokens[a:b], [m for m, _ in below])
@@ -86,12 +86,13 @@ class Prover:
 
     def _run(self, tap: _Tap, caches: list[Any], tokens: list[int], below: list[Member]) -> dict[str, mx.array]:
         """The rows that the tapped member is given for ``tokens``; empty if it is given none."""
-        tap.taken = {}
+        tap.begin()
         try:
             self.model(mx.array(tokens, mx.int32)[None], cache=caches)
         except _Taken:
             mx.eval(list(tap.taken.values()), [a for m in below for a in m.live()])
-        return tap.taken
+            return tap.taken
+        return {}
 
     def _compare(
         self, contents: Contents, target: FileMember, arrays: dict[str, mx.array], a: int, tokens: list[int], deep: bool
@@ -148,10 +149,21 @@ class _Taken(Exception):
 
 
 class _Tap:
-    """Mixed in before a cache's own class: masks and positions are its own, but it keeps no rows."""
+    """Mixed in before a cache's own class: masks and positions are its own, but it keeps no rows. The forward ends in
+    it, or once its neighbours in a CacheList have been written: some layers write those behind it."""
 
     taken: dict[str, mx.array]
     offset: int
+    beside: list[_Beside]
+
+    def begin(self) -> None:
+        self.taken = {}
+        for neighbour in self.beside:
+            neighbour.written = set()
+
+    def end(self) -> None:
+        if self.taken and all(len(neighbour.written) == len(neighbour.cache) for neighbour in self.beside):
+            raise _Taken
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         self.taken = {"keys": keys, "values": values}
@@ -166,22 +178,40 @@ class _Tap:
                 for part, array in zip(("packed", "scales", "biases"), arrays, strict=True)
             }
         self.offset += keys.shape[2]  # the next chunk stands behind this one
-        raise _Taken
+        self.end()
+        return keys, values
 
 
-def _tap(caches: list[Any], path: tuple[int, ...]) -> _Tap:
+class _Beside(ArraysCache):
+    """A recurrent neighbour of a tap, which tells it when each of its slots has been written."""
+
+    tap: _Tap
+    written: set[int]
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        super().__setitem__(index, value)
+        self.written.add(index)
+        self.tap.end()
+
+
+def _tap(caches: list[Any], members: list[Member], path: tuple[int, ...]) -> _Tap:
     """Put a tap in place of the cache object at ``path``."""
     inside: list[Any] = caches
     for i in path[:-1]:
-        caches_there = list(inside[i].caches)
-        inside[i] = CacheList(*caches_there)
-        inside[i].caches = caches_there  # a list, so that it can be assigned into
-        inside = caches_there
+        inner = list(inside[i].caches)
+        inside[i] = CacheList()
+        inside[i].caches = inner  # a list, so that it can be assigned into
+        inside = inner
     old = inside[path[-1]]
     cls = type("Tap", (_Tap, type(old)), {})
     tap = cls.__new__(cls)
-    tap.__dict__.update(vars(old))
+    tap.__dict__.update(vars(old), beside=[])
     inside[path[-1]] = tap
+    for member in members:
+        if len(path) > 1 and member.path[:-1] == path[:-1] and member.record == "state":
+            member.cache = inside[member.path[-1]] = neighbour = _Beside(len(member.cache.cache))
+            neighbour.tap, neighbour.written = tap, set()
+            tap.beside.append(neighbour)
     return tap
 
 
