@@ -1,4 +1,4 @@
-"""``mlxkv cache``: what is remembered on disk. None of these commands but ``explain`` loads a model or MLX."""
+"""``mlxkv cache``: what is remembered on disk. Only ``explain`` and ``import`` load a model, or MLX."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .cache_explain import explain
+from .cache_import import import_
 from .cache_remove import prune, rm
 from .cache_show import show
 from .cache_text import ago, choose_model, count, decoder, nothing_yet, size
@@ -202,3 +203,4 @@ app.command()(verify)
 app.command()(prune)
 app.command()(rm)
 app.command()(explain)
+app.command("import")(import_)

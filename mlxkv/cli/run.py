@@ -100,7 +100,7 @@ def read_request(
         if has_system and asked_system:
             raise ConfigError(f"--system was given, and {messages} has a system message.", "Keep one of them.")
         return {"messages": listed if has_system else with_system(settings.system, listed)}
-    text = check_text(_read(prompt, "the prompt") if prompt == "-" else prompt, "the prompt")
+    text = check_text(read_text(prompt, "the prompt") if prompt == "-" else prompt, "the prompt")
     if not text.strip():
         raise RequestError("The prompt is empty.", "Write a question.", param="prompt")
     if raw:
@@ -113,7 +113,8 @@ def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def _read(name: str | None, what: str) -> str:
+def read_text(name: str | None, what: str) -> str:
+    """A UTF-8 file, or stdin for ``-``. Raises ConfigError, RequestError."""
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(str(name)).expanduser().read_bytes()
         return data.decode("utf-8-sig")
@@ -124,7 +125,7 @@ def _read(name: str | None, what: str) -> str:
 
 
 def _read_json(name: str, flag: str) -> Any:
-    text = _read(name, flag)
+    text = read_text(name, flag)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

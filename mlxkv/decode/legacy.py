@@ -1,4 +1,4 @@
-"""Importing legacy entries: the model's runtime is opened as a run opens it, and its store takes what a source yields."""
+"""Importing legacy entries: the runtime is opened as a run opens it, and its store takes what a source yields."""
 
 from __future__ import annotations
 

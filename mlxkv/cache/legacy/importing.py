@@ -56,14 +56,14 @@ class Refusal(Tally):
 class Report:
     """Of one import. ``imported``: files of which everything useful is stored now (of a dry run: would be);
     ``already``: those of which it was before; ``unstored``: those that could not be stored, ``why`` says with numbers.
-    ``entries`` and ``new_bytes``: records that were written, or would be."""
+    ``records`` and ``new_bytes``: of records that were written, or would be."""
 
     refused: dict[str, Refusal] = field(default_factory=dict)
     imported: Tally = field(default_factory=Tally)
     already: Tally = field(default_factory=Tally)
     unstored: Tally = field(default_factory=Tally)
     why: list[str] = field(default_factory=list)
-    entries: int = 0
+    records: int = 0
     new_bytes: int = 0
 
     @property
@@ -132,10 +132,9 @@ class Importer:
         return self._sum()
 
     @property
-    def wanted(self) -> list[tuple[Path, Signature | None]]:
-        """The files of which everything useful is stored, with the signature that they had when they were read."""
-        done = ("imported", "already")
-        return [(path, self._good[path].signature) for path, state in self._state.items() if state in done]
+    def wanted(self) -> list[Path]:
+        """The files of which everything useful is stored."""
+        return [path for path, state in self._state.items() if state in ("imported", "already")]
 
     def _survey(self) -> None:
         for seen, found in enumerate(self.source.survey(), 1):
@@ -183,7 +182,7 @@ class Importer:
         try:
             taken = take(self.store, self._watched(prefix, outline, weight), wait=True)
         finally:
-            self.report.entries += counters.written_records - records
+            self.report.records += counters.written_records - records
             self.report.new_bytes += counters.written_bytes - written
         if not taken.complete or missing(self.store, taken.records):
             raise NotStored(self._fault())
@@ -222,7 +221,7 @@ class Importer:
             lacking = missing(self.store, there)
             for draft in group:
                 for kind in lacking.get(draft.meta.key, ()):
-                    self.report.entries += 1
+                    self.report.records += 1
                     self.report.new_bytes += record_size(replace(draft.meta, kind=kind), draft.bodies[kind])
                 self._staying.add(draft.meta.key)
             self._progress(min(self._done + weight, self._total), self._total)
