@@ -29,13 +29,10 @@ _ROWS = 1024
 
 
 class PromptCacheSource:
-    """``told``: for each file that was proven or trusted, how its prompt was found, for people."""
-
     kind = "mlx-lm"
 
     def __init__(self, path: Path, context: Context) -> None:
         self.path, self.context = path, context
-        self.told: dict[Path, str] = {}
         self._good: dict[Path, Signature] = {}
         self._refused: list[Found] = []
 
@@ -87,7 +84,9 @@ class PromptCacheSource:
         if not readings and self.context.prompt:
             readings = (Candidate("the ids that were given", self.context.prompt),)
         if not readings:
-            raise Refused("NO_TOKENS", "its prompt has to be given: --prompt, --prompt-file, --messages, --prompt-tokens")
+            raise Refused(
+                "NO_TOKENS", "its prompt has to be given: --prompt, --prompt-file, --messages, --prompt-tokens"
+            )
         fitting = [c for c in readings if contents.length in (None, len(c.tokens))]
         if not fitting:
             lengths = ", ".join(f"{len(c.tokens)} ({c.how})" for c in readings)
@@ -98,10 +97,12 @@ class PromptCacheSource:
 
     def _prefix(self, contents: Contents) -> Prefix:
         """Raises Refused."""
-        reading = self._proven(contents, self._readings(contents))
-        return Prefix(list(reading.tokens), contents.rows, (contents.stand(len(reading.tokens)),))
+        reading, how = self._proven(contents, self._readings(contents))
+        stand = contents.stand(len(reading.tokens))
+        return Prefix(list(reading.tokens), contents.rows, (stand,), how=f"{reading.how}: {how}")
 
-    def _proven(self, contents: Contents, readings: list[Candidate]) -> Candidate:
+    def _proven(self, contents: Contents, readings: list[Candidate]) -> tuple[Candidate, str]:
+        """The reading that is the prompt, and why. Raises Refused."""
         compute = dict(self.context.target.identity.compute)
         running = self.context.running
         exact = (compute.get("mode"), compute.get("device")) == ("exact", "cpu")
@@ -109,15 +110,13 @@ class PromptCacheSource:
         refusals: list[Refused] = []
         for reading in readings:
             try:
-                how = prover.prove(contents, list(reading.tokens))
-                self.told[contents.file.path] = f"{reading.how}: {how}"
-                return reading
+                return reading, prover.prove(contents, list(reading.tokens))
             except Refused as e:
                 refusals.append(e)
         # the others name what a right prompt cannot mend
         worst = next((e for e in refusals if e.code != "PROMPT"), refusals[0])
         if worst.code == "NO_PROOF":
-            return self._trusted(contents, readings, worst)
+            return self._trusted(contents, readings, worst), "trusted, not proven"
         raise worst
 
     def _trusted(self, contents: Contents, readings: list[Candidate], why: Refused) -> Candidate:
@@ -125,7 +124,11 @@ class PromptCacheSource:
         if len(readings) > 1:
             several = "; ".join(f"{len(c.tokens)} tokens ({c.how})" for c in readings)
             raise Refused("NO_PROOF", f"{why.detail}, and the prompt may be {several}: give --prompt-tokens")
-        path, journal, prompt = contents.file.path, self.context.journal, hashlib.sha256(pack(readings[0].tokens)).digest()
+        path, journal, prompt = (
+            contents.file.path,
+            self.context.journal,
+            hashlib.sha256(pack(readings[0].tokens)).digest(),
+        )
         name, digest = relative_name(self.path, path), bytes.fromhex(contents.file.digest())
         if not self.context.trust_prompt and not journal.trusted(self.path, name, digest, prompt):
             raise Refused("NO_PROOF", f"{why.detail}; --trust-prompt believes it unproven")
@@ -134,7 +137,6 @@ class PromptCacheSource:
                 journal.trust(self.path, name, digest, prompt)
             except NoRoom as e:
                 raise Refused("NO_PROOF", f"{why.detail}, and that it is trusted cannot be noted: {e}") from None
-        self.told[path] = f"{readings[0].how}: trusted, not proven"
         return readings[0]
 
 

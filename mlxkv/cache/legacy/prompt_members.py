@@ -181,7 +181,13 @@ def _member(file: HostileFile, spec: MemberSpec, held: Held) -> FileMember:
     quantised = held.cls == "QuantizedKVCache"
     if held.cls not in CLASSES.get(spec.kind, ()) or quantised != ("bits" in params):
         raise Refused("LAYOUT", f"layer {held.label} is a {_described(held)}, the model keeps a {spec.kind} member")
-    for mine, theirs in (("window", "max_size"), ("keep", "keep"), ("chunk", "chunk"), ("group_size",) * 2, ("bits",) * 2):
+    for mine, theirs in (
+        ("window", "max_size"),
+        ("keep", "keep"),
+        ("chunk", "chunk"),
+        ("group_size",) * 2,
+        ("bits",) * 2,
+    ):
         if mine in params and theirs in numbers and params[mine] != numbers[theirs]:
             raise Refused("LAYOUT", f"layer {held.label}: {theirs} is {numbers[theirs]}, the model's {params[mine]}")
     _compare(file, spec, held)
@@ -212,7 +218,9 @@ def _compare(file: HostileFile, spec: MemberSpec, held: Held) -> None:
             raise Refused("DTYPE", f"layer {held.label}: {local} is {there.dtype}, the model keeps {t.dtype}")
         want = t.sized(there.shape[2]) if spec.record != "state" and len(there.shape) > 2 else t.shape
         if there.shape != want:
-            raise Refused("SHAPE", f"layer {held.label}: {local} is {list(there.shape)}, the model keeps {list(t.shape)}")
+            raise Refused(
+                "SHAPE", f"layer {held.label}: {local} is {list(there.shape)}, the model keeps {list(t.shape)}"
+            )
 
 
 def _buffer(file: HostileFile, held: Held) -> int:

@@ -21,11 +21,17 @@ class Candidate:
     tokens: tuple[int, ...]
 
 
-def candidates(tokenizer: Any, *, prompt: str | None = None, messages: list[dict[str, Any]] | None = None) -> list[Candidate]:
-    """The readings of a prompt or of messages, likeliest first, each list of ids once. A reading that the template
-    refuses is left out."""
+def candidates(
+    tokenizer: Any,
+    *,
+    prompt: str | None = None,
+    messages: list[dict[str, Any]] | None = None,
+    text: str | None = None,
+) -> list[Candidate]:
+    """The readings of what was given, likeliest first, each list of ids once: ``prompt`` may have been a user's message
+    or text as it is, ``text`` is text as it is. A reading that the template refuses is left out."""
     found: list[Candidate] = []
-    for how, make in _readings(tokenizer, prompt, messages):
+    for how, make in _readings(tokenizer, prompt, messages, text):
         try:
             tokens = tuple(int(t) for t in make())
         except Exception:  # whatever a template or tokenizer raises: this reading is none
@@ -36,24 +42,26 @@ def candidates(tokenizer: Any, *, prompt: str | None = None, messages: list[dict
 
 
 def _readings(
-    tokenizer: Any, prompt: str | None, messages: list[dict[str, Any]] | None
+    tokenizer: Any, prompt: str | None, messages: list[dict[str, Any]] | None, text: str | None
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     def render(some: list[dict[str, Any]], **options: Any) -> Any:
         return tokenizer.apply_chat_template(some, **options)
 
-    if messages is not None:
-        yield "messages with a generation prompt", lambda: render(messages, add_generation_prompt=True)
-        yield "whole messages", lambda: render(messages, add_generation_prompt=False)
-        going_on = {"add_generation_prompt": False, "continue_final_message": True}
-        yield "messages of which the last goes on", lambda: render(messages, **going_on)
+    going_on = {"add_generation_prompt": False, "continue_final_message": True}
     if prompt is not None:
         turn = [{"role": "user", "content": prompt}]
-        going_on = {"add_generation_prompt": False, "continue_final_message": True}
         yield "the prompt as a user message that goes on", lambda: render(turn, **going_on)
-        yield "the text as it is", lambda: tokenizer.encode(prompt)
-        yield "the text as it is, without special tokens", lambda: tokenizer.encode(prompt, add_special_tokens=False)
+    for plain in (prompt, text):
+        if plain is not None:
+            yield "the text as it is", lambda plain=plain: tokenizer.encode(plain)
+            bare = {"add_special_tokens": False}
+            yield "the text as it is, no special tokens", lambda plain=plain: tokenizer.encode(plain, **bare)
+    if prompt is not None:
         yield "the prompt as mlx-lm rendered it up to 0.19", lambda: tokenizer.encode(_cut(render, prompt))
-        yield "the prompt as a user message with a generation prompt", lambda: render(turn, add_generation_prompt=True)
+    if messages is not None:
+        yield "the messages, before an answer", lambda: render(messages, add_generation_prompt=True)
+        yield "the messages", lambda: render(messages, add_generation_prompt=False)
+        yield "the messages, the last of which goes on", lambda: render(messages, **going_on)
 
 
 def _cut(render: Callable[..., str], prompt: str) -> str:
