@@ -97,7 +97,8 @@ class Commit:
                 self.counters.skipped_drafts += 1
                 continue
             stored = index.entry(draft.meta.key)
-            whole = stored is not None and planner.complete(draft.meta.key)
+            brings = {"rows", *(k for k in draft.bodies if k in ROW_KINDS)}
+            whole = stored is not None and planner.complete(draft.meta.key, brings)
             have = stored.kinds if stored is not None else frozenset()
             # rows of an incomplete entry are written again, with the base that this draft brings
             kinds = [k for k in draft.bodies if k not in have or (k in ROW_KINDS and not whole)]

@@ -130,7 +130,12 @@ class Keeper:
         todo = [key for d in group for key in d.needs]
         while todo:
             key = todo.pop()
-            if key in here or key in found or key == group[0].meta.root or planner.complete(key):
+            if (
+                key in here
+                or key in found
+                or key == group[0].meta.root
+                or planner.complete(key, self._layout.row_kinds)
+            ):
                 continue
             draft = self._ram.draft(key)
             if draft is None:

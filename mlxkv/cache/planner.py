@@ -1,7 +1,8 @@
 """The planner: which records bring a sequence as far as possible. Read-only; the store executes what it says.
 
 A look-up walks the full blocks, then looks for the deepest *resume point* on the way: a place where every member of the
-layout can stand. Rows alone are not one if the layout has recurrent members.
+layout can stand. Rows alone are not one if the layout has recurrent members, nor where the windowed rows are missing
+that are needed there: those that nobody needs any more may never have been stored (an import has the last ones only).
 """
 
 from __future__ import annotations
@@ -95,12 +96,12 @@ class Planner:
                     partial = (usable, entry)
                 if shared == entry.end <= limit:
                     fits.append(entry)
-            standing = next((e for e in fits if self._stands(e, bad)), None)
+            standing = next((e for e in fits if self._stands(e, chain[:depth], bad)), None)
             if self.layout.growing_only and partial is not None:
                 best = self._to(partial[1], chain[:depth], partial[0], fits, bad)
             elif standing is not None:
                 best = self._to(standing, chain[:depth], standing.end, fits, bad)
-            elif depth and self._stands(chain[depth - 1], bad):
+            elif depth and self._stands(chain[depth - 1], chain[: depth - 1], bad):
                 best = self._to(chain[depth - 1], chain[: depth - 1], start, [], bad)
             if best is not None:
                 break
@@ -117,15 +118,29 @@ class Planner:
             return "different_tokens"
         return "no_state" if reach > position else "empty"
 
-    def _stands(self, entry: Entry, bad: Collection[tuple[bytes, str]]) -> bool:
-        """Every member can stand at the end of this entry."""
+    def _stands(self, entry: Entry, chain: list[Entry], bad: Collection[tuple[bytes, str]]) -> bool:
+        """Every member can stand at the end of this entry, which hangs on ``chain``."""
         if self.layout.needs_state and ("state" not in entry.kinds or (entry.key, "state") in bad):
             return False
-        return self._pieces(entry, bad) is not None
+        if self._pieces(entry, bad) is None:
+            return False
+        spans = {s for m in self.layout.members if m.record == "window" for s in m.needs(entry.end)}
+        return all(self._windowed(entry, chain, a, b, bad) for a, b in spans)
 
-    def _pieces(self, entry: Entry, bad: Collection[tuple[bytes, str]]) -> list[Piece] | None:
-        """The records that hold the rows of [entry.start, entry.end); None if one is missing."""
-        need = self.layout.row_kinds
+    def _windowed(self, entry: Entry, chain: list[Entry], a: int, b: int, bad: Collection[tuple[bytes, str]]) -> bool:
+        """The windowed rows [a, b) are there."""
+        for i in range(a // self.space.block, (b - 1) // self.space.block + 1):
+            for piece in self._pieces(chain[i] if i < len(chain) else entry, bad) or []:
+                there = "window" in piece.entry.kinds and (piece.entry.key, "window") not in bad
+                if piece.start < b and a < piece.end and not there:
+                    return False
+        return True
+
+    def _pieces(
+        self, entry: Entry, bad: Collection[tuple[bytes, str]], need: Collection[str] = ("rows",)
+    ) -> list[Piece] | None:
+        """The records that hold the rows of [entry.start, entry.end), each of the kinds in ``need``; None if one is
+        missing."""
         out: list[Piece] = []
         at = entry
         for _ in range(self.space.block):
@@ -142,11 +157,11 @@ class Planner:
             at = base
         return None
 
-    def complete(self, key: bytes) -> bool:
-        """Whether an entry is stored with all rows that it needs, where its parent ends. Elsewhere no plan would find
-        it, so it has to be written again."""
+    def complete(self, key: bytes, kinds: Collection[str] = ("rows",)) -> bool:
+        """Whether an entry is stored with all rows that it needs (and windowed rows, if ``kinds`` says so), where its
+        parent ends. Elsewhere no plan would find it, so it has to be written again."""
         entry = self.index.entry(key)
-        if entry is None or self._pieces(entry, ()) is None:
+        if entry is None or self._pieces(entry, (), kinds) is None:
             return False
         if entry.parent == self.space.root:
             return entry.start == 0

@@ -263,7 +263,8 @@ class PrefixStore:
 
         def stored(key: bytes) -> tuple[bool, bool]:
             entry = self.view.entry(key)
-            return (entry is not None and planner.complete(key), entry is not None and "state" in entry.kinds)
+            whole = entry is not None and planner.complete(key, self.layout.row_kinds)
+            return (whole, entry is not None and "state" in entry.kinds)
 
         return Recorder(
             state=state,

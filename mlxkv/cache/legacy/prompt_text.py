@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
@@ -47,15 +48,17 @@ def _readings(
     def render(some: list[dict[str, Any]], **options: Any) -> Any:
         return tokenizer.apply_chat_template(some, **options)
 
+    def bare(some: str) -> Any:
+        return tokenizer.encode(some, add_special_tokens=False)
+
     going_on = {"add_generation_prompt": False, "continue_final_message": True}
     if prompt is not None:
         turn = [{"role": "user", "content": prompt}]
         yield "the prompt as a user message that goes on", lambda: render(turn, **going_on)
     for plain in (prompt, text):
         if plain is not None:
-            yield "the text as it is", lambda plain=plain: tokenizer.encode(plain)
-            bare = {"add_special_tokens": False}
-            yield "the text as it is, no special tokens", lambda plain=plain: tokenizer.encode(plain, **bare)
+            yield "the text as it is", partial(tokenizer.encode, plain)
+            yield "the text as it is, no special tokens", partial(bare, plain)
     if prompt is not None:
         yield "the prompt as mlx-lm rendered it up to 0.19", lambda: tokenizer.encode(_cut(render, prompt))
     if messages is not None:
