@@ -1,9 +1,9 @@
 """Prompt-cache files of mlx-lm as a source: a file, or a folder of them, and the prompt that the user says was theirs.
 
-A file has no tokens. What may be its prompt are the *readings* of what the user gave (``prompt_text``). One of the file's
-length is proven by computing again (``prompt_proof``), or, where the layout has no rows to compare, believed if the user
-says so (``trust_prompt``) and there is no other reading: then that is noted in the journal. Length, layout and values
-are checked in either case.
+A file has no tokens. What may be its prompt are the *readings* of what the user gave (``prompt_text``). One of the
+file's length is proven by computing again (``prompt_proof``), or, where the layout has no rows to compare, believed if
+the user says so (``trust_prompt``) and there is no other reading: that is noted in the journal. Length, layout and
+values are checked in either case.
 """
 
 from __future__ import annotations
