@@ -124,7 +124,7 @@ class Prover:
             if not arrays:
                 continue  # the forward never came there
             distance, bound = _distance(held.spec, there, _named(held.spec, arrays))
-            if not bool((distance <= bound).all()):
+            if not bool((distance <= (EXACT if self.exact else bound)).all()):
                 raise Refused("STATE", f"layer {held.label}: {distance.max():.1e} off", contents.file.path)
 
     def _sample(self, contents: Contents, tokens: list[int]) -> None:

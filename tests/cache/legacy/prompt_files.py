@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_lm.utils import load
@@ -23,6 +24,7 @@ from tests.cache.stores import reopened
 from tests.probe import runtime
 
 LENGTH = 37
+_MADE: dict[str, Saved] = {}
 ALL = 1 << 40
 
 
@@ -84,6 +86,18 @@ def refusal(report: Report) -> tuple[str, str]:
     assert report.files == 1 and not report.imported.files, report
     ((code, part),) = report.refused.items()
     return code, part.examples[0][1]
+
+
+@pytest.fixture(scope="session")
+def saved(tiny_model, tmp_path_factory):
+    """``saved("llama")``: made once for all modules that import this fixture."""
+
+    def get(arch: str) -> Saved:
+        if arch not in _MADE:
+            _MADE[arch] = Saved(tiny_model(arch), tmp_path_factory.mktemp(arch))
+        return _MADE[arch]
+
+    return get
 
 
 def with_model(rt: Runtime, model: Any) -> Runtime:

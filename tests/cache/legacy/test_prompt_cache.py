@@ -23,18 +23,6 @@ MORE = tiny.ids(9, seed=21)
 
 
 @pytest.fixture(scope="module")
-def saved(tiny_model, tmp_path_factory):
-    made: dict[str, Saved] = {}
-
-    def get(arch: str) -> Saved:
-        if arch not in made:
-            made[arch] = Saved(tiny_model(arch), tmp_path_factory.mktemp(arch))
-        return made[arch]
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def mixed(tmp_path_factory) -> Saved:
     """A window of 12 rows below a layer that keeps all."""
     folder = tmp_path_factory.mktemp("mixed")
