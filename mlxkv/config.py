@@ -82,14 +82,24 @@ def _whole(low: int, high: int = 2**63 - 1) -> Callable[[Any], int]:
     return parse
 
 
+def _store_bits(value: Any) -> int | None:
+    """4 or 8; "off" takes back what a weaker source set."""
+    if isinstance(value, str) and value.strip().lower() == "off":
+        return None
+    number = _whole(4, 8)(value)
+    if number not in (4, 8):
+        raise ValueError
+    return number
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError
     return value
 
 
-def _prompt(value: Any) -> str:
-    """A system prompt; the empty one takes back what a weaker source set."""
+def _plain(value: Any) -> str:
+    """A text; the empty one takes back what a weaker source set."""
     return _text(value) if value != "" else ""
 
 
@@ -128,13 +138,15 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cache_dir": (_path, "a folder"),
     "cache": (_flag, "true or false"),
     "cache_budget": (parse_size, "a size such as 20GB"),
+    "store_bits": (_store_bits, "4, 8 or off"),
+    "cache_salt": (_plain, "a text"),
     "max_tokens": (_sampling("max_tokens", _whole(-(2**63))), "a whole number, at least 1"),
     "temperature": (_sampling("temperature", _number), "a number from 0 to 100"),
     "top_p": (_sampling("top_p", _number), "a number from 0 to 1"),
     "top_k": (_sampling("top_k", _whole(-(2**63))), "a whole number, 0 for off"),
     "min_p": (_sampling("min_p", _number), "a number from 0 to 1"),
     "seed": (_sampling("seed", _whole(-(2**63), 2**64 - 1)), "a 64-bit whole number"),
-    "system": (_prompt, "a text"),
+    "system": (_plain, "a text"),
     "dtype": (_choice(_DTYPES), "auto, bf16, fp16 or fp32"),
     "host": (_text, "a host name or address"),
     "port": (_whole(0, 65535), "a port from 0 (any free one) to 65535"),
@@ -146,6 +158,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ram_budget": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "write_budget": (parse_size, "a size such as 100GB; 0 to write nothing"),
     "prefill_chunk": (_whole(1, 2**20), "a whole number of tokens, at least 1"),
+    "split": (_choice({name: name for name in ("auto", "always", "never")}), "auto, always or never"),
 }
 #: other spellings, in files and after MLXKV_; ``no_cache`` turns its value round
 ALIASES = {"temp": "temperature", "no_cache": "cache", "system_prompt": "system", "adapter_path": "adapter"}
@@ -160,6 +173,8 @@ class Settings:
     cache_dir: Path = field(default_factory=lambda: default_cache_dir())
     cache: bool = True
     cache_budget: int | None = None
+    store_bits: int | None = None
+    cache_salt: str = ""
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
@@ -176,6 +191,7 @@ class Settings:
     numerics: str = "fast"
     blas: str = "auto"
     prefill_chunk: int | None = None
+    split: str = "auto"
     ram_budget: int | None = None
     write_budget: int | None = None
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
@@ -241,7 +257,9 @@ class Settings:
             "cache_dir": self.cache_dir,
             "cache": self.cache,
             "cache_budget": self.cache_budget,
+            "store_bits": self.store_bits,
             "prefill_chunk": self.prefill_chunk,
+            "split": self.split,
             "async_kv_limit": self.async_kv_limit,
             "wired": self.wired,
             "allow_unprotected": self.allow_unprotected,

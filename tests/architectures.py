@@ -227,6 +227,42 @@ MORE: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "qwen3_5_moe": {
+        "text_config": SUITE["qwen3_5"]["text_config"]
+        | _EXPERTS
+        | {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 2, "shared_expert_intermediate_size": 32}
+    },
+    "kimi_k3": {
+        "text_config": _TWO
+        | _MLA
+        | {
+            "model_type": "kimi_linear",
+            "hidden_act": "situ",
+            "linear_attn_config": {
+                "kda_layers": [1],
+                "full_attn_layers": [2],
+                "num_heads": 2,
+                "head_dim": 32,
+                "short_conv_kernel_size": 4,
+            },
+            "q_lora_rank": 32,
+            "num_experts": 2,
+            "num_experts_per_token": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 2,
+        }
+    },
+    "bailing_moe_v3": _TWO
+    | _MLA
+    | _EXPERTS
+    | {
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,
+        "layer_group_size": 2,
+        "q_lora_rank": 32,
+        "num_key_value_heads": 2,
+    },
     # ArraysCache(1) of linear attention with a fixed decay, KVCache (the first of MLA's rows)
     "bailing_hybrid": _TWO
     | _MLA

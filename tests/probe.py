@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -63,11 +64,19 @@ def probe(rt: Runtime, tokens: list[int], *, use_cache=True, keep=True, max_toke
     return made
 
 
-def kept_in_memory(rt: Runtime, stored: list[int], tokens: list[int], edges: list[int], position: int) -> np.ndarray:
+def kept_in_memory(
+    rt: Runtime,
+    stored: list[int],
+    tokens: list[int],
+    edges: list[int],
+    position: int,
+    left: Callable[[SequenceState], None] = lambda state: None,
+) -> np.ndarray:
     """Logits of the last of ``tokens`` from a state that never left memory.
 
     Like the run that stored ``stored``, it is cut at ``edges`` and before the last token of ``stored``; it is left
-    (and, where rows alone make up the state, rewound) at ``position``, and goes on with ``tokens``.
+    (and, where rows alone make up the state, rewound) at ``position``, where ``left`` may change it, and goes on with
+    ``tokens``.
     """
     state = SequenceState.new(rt.make_cache())
     state.reserve(256)
@@ -91,5 +100,6 @@ def kept_in_memory(rt: Runtime, stored: list[int], tokens: list[int], edges: lis
     else:
         go(stored, [e for e in edges if e <= position])
     assert state.position == position
+    left(state)
     go(tokens, [e for e in edges if position < e < len(tokens) - 1] + [len(tokens) - 1])
     return np.array(rt.model(mx.array(tokens[-1:])[None], cache=state.caches)[0, -1].astype(mx.float32))

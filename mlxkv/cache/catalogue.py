@@ -1,21 +1,21 @@
 """The catalogue: what is stored in a cache folder, what hangs on what, and what may be removed first. No MLX.
 
-An entry *hangs on* its parent (the full block before it) and on its base (the piece that has the rows before its own).
-An entry on which nothing hangs is a *tip*: the end of a conversation, as far as it is stored.
+An entry *hangs on* its parent (the full block before it) and on its base (what has the rows before its own, or, for a
+leaf that was merged, all of them). An entry on which nothing hangs is a *tip*.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 import re
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import MlxkvError
+from .adoption import Progress, take_in_all
 from .folder import CacheFolder, FolderRefused
 from .index import FILE, VERSION, Index
 from .lock import FolderLock, LockRefused
@@ -49,6 +49,11 @@ class Item:
     @property
     def bytes(self) -> int:
         return sum(self.sizes.values())
+
+    @property
+    def merged(self) -> bool:
+        """A leaf whose rows are in a full block, its base."""
+        return self.row_start == self.end
 
     @property
     def hangs_on(self) -> tuple[bytes, ...]:
@@ -153,8 +158,9 @@ def look(path: Path) -> Iterator[Catalogue | None]:
 
 
 @contextmanager
-def take(path: Path) -> Iterator[Catalogue | None]:
+def take(path: Path, progress: Progress | None = None) -> Iterator[Catalogue | None]:
     """The catalogue of a folder, in step with its files and opened for writing; None where nothing has been stored yet.
+    ``progress`` is told (records done, of how many) while the index is built again.
 
     Raises CacheError, also for what SQLite and the file system raise while it is used.
     """
@@ -164,7 +170,7 @@ def take(path: Path) -> Iterator[Catalogue | None]:
             folder = CacheFolder(path)
             folder.prepare(allow_unprotected=True)
             lock = FolderLock(path)
-            open_index(folder, lock).close()  # as a run opens it: what is damaged is built again
+            open_index(folder, lock, progress=progress).close()  # as a run opens it: what is damaged is built again
             lock.share()
             index = Catalogue(path)
         yield index
@@ -180,6 +186,29 @@ def take(path: Path) -> Iterator[Catalogue | None]:
         if index is not None:
             index.close()
         if lock is not None:
+            lock.close()
+
+
+def complete(path: Path, progress: Callable[[], AbstractContextManager[Progress]]) -> None:
+    """Take into the index what a store that was opened here left waiting, with ``progress()`` if there is any. Where
+    that cannot be done, the index stays as it is; whoever looks at it says what is wrong with it. May raise what
+    ``progress`` raises to stop."""
+    waits = False
+    with suppress(CacheError), look(path) as index:
+        waits = index is not None and index.any_waiting()
+    if not waits:
+        return
+    with suppress(LockRefused, OSError, sqlite3.Error):
+        lock = FolderLock(path)
+        try:
+            lock.share()
+            writing = Index(path)
+            try:
+                with progress() as tell:
+                    take_in_all(CacheFolder(path), writing, tell)
+            finally:
+                writing.close()
+        finally:
             lock.close()
 
 
@@ -241,6 +270,14 @@ class Forest:
     def tips(self) -> list[Item]:
         return [item for item in self.items.values() if not self.hanging(item.key)]
 
+    def is_end(self, item: Item) -> bool:
+        """Whether nothing that was stored goes on from here: leaves that were merged into a block do not."""
+        return not item.merged and all(other.merged for other in self.hanging(item.key))
+
+    def ends(self) -> list[Item]:
+        """The ends of conversations, as far as they are stored."""
+        return [item for item in self.items.values() if self.is_end(item)]
+
     def kinds(self, root: bytes) -> tuple[str, ...]:
         """The record kinds that entries of this key space have, and so the kinds that their layout calls for."""
         return tuple(kind for kind in RECORD_KINDS if kind in self._kinds.get(root, ()))
@@ -251,16 +288,18 @@ class Forest:
         need = [kind for kind in self.kinds(item.root) if kind != "state"]
         out: list[Item] = []
         seen: set[bytes] = set()
-        at = item
+        at, upto = item, item.end
         while at.key not in seen:
             seen.add(at.key)
-            if lacking := [kind for kind in need if kind not in at.sizes]:
-                return out[::-1], f"the {' and '.join(lacking)} of {_short(at.key)} are gone"
-            out.append(at)
-            if at.base is not None:
+            if at.row_start < upto:
+                if lacking := [kind for kind in need if kind not in at.sizes]:
+                    return out[::-1], f"the {' and '.join(lacking)} of {_short(at.key)} are gone"
+                out.append(at)
+                upto = at.row_start
+            if at.base is not None and upto > at.start:
                 before = self.items.get(at.base)
-                if before is None or (before.parent, before.end) != (at.parent, at.row_start):
-                    return out[::-1], f"{_short(at.base)}, which has the rows before {at.row_start:,}, is gone"
+                if before is None or (before.parent, before.start) != (at.parent, at.start) or before.end < upto:
+                    return out[::-1], f"{_short(at.base)}, which has the rows before {upto:,}, is gone"
             elif at.parent == item.root:
                 return out[::-1], None if at.start == 0 == at.row_start else f"nothing is stored before {at.start:,}"
             else:
@@ -290,36 +329,21 @@ class Forest:
                 todo += self.hanging(item.key)
         return removal_order(found.values())
 
-    def unused_since(self, when: float, root: Callable[[bytes], bool]) -> list[Item]:
-        """Entries of the key spaces ``root`` says yes to that were last used before ``when`` (seconds since the epoch)
-        and on which nothing hangs that stays, in the order in which they may be removed."""
-        going: dict[bytes, Item] = {}
-        for item in removal_order(self.items.values()):
-            if item.used < when and root(item.root) and all(other.key in going for other in self.hanging(item.key)):
-                going[item.key] = item
-        return list(going.values())
-
-    def least_used(self, size: int, root: Callable[[bytes], bool]) -> list[Item]:
-        """The entries to remove to be rid of ``size`` bytes of records: always the one, among those on which nothing
-        hangs any more, that was not used for longest."""
-        hangs = {key: len(self.hanging(key)) for key in self.items}
-        free = [(item.used, item.key) for item in self.tips() if root(item.root)]
-        heapq.heapify(free)
-        out: list[Item] = []
-        while free and size > 0:
-            item = self.items[heapq.heappop(free)[1]]
-            out.append(item)
-            size -= item.bytes
-            for key in {*item.hangs_on} & self.items.keys():
-                hangs[key] -= 1
-                if not hangs[key] and root(self.items[key].root):
-                    heapq.heappush(free, (self.items[key].used, key))
-        return out
-
 
 def removal_order(items: Iterable[Item]) -> list[Item]:
-    """Children before parents, pieces last: what hangs on an entry always ends behind it."""
-    return sorted(items, key=lambda item: (-item.end, item.used))
+    """Children before parents, and within a block what hangs on others before those."""
+    known = {item.key: item for item in items}
+
+    def depth(item: Item) -> int:
+        """How many others of the same block an entry hangs on."""
+        steps, seen = 0, {item.key}
+        while item.base in known and item.base not in seen:
+            item = known[item.base]
+            seen.add(item.key)
+            steps += 1
+        return steps
+
+    return sorted(known.values(), key=lambda item: (-item.start, -depth(item), item.used))
 
 
 def _short(key: bytes) -> str:

@@ -25,7 +25,7 @@ from .keys import pack
 from .ledger import Ledger, growth
 from .planner import Planner
 from .ram import Draft
-from .record import size, write
+from .record import Meta, size, write
 from .tensors import ROW_KINDS
 
 T = TypeVar("T")
@@ -48,6 +48,10 @@ class Counters:
     refused_bytes: int = 0
     last_fault: str = ""
     faults: dict[str, int] = field(default_factory=dict)
+    #: full blocks whose pieces were merged, the bytes written for it (not in ``written_bytes``), the files that went
+    merged_blocks: int = 0
+    merged_bytes: int = 0
+    merged_files: int = 0
 
     def fault(self, kind: str, detail: str) -> None:
         self.faults[kind] = self.faults.get(kind, 0) + 1
@@ -93,15 +97,15 @@ class Commit:
         todo: list[tuple[Draft, list[str]]] = []
         for draft in group:
             planner = self._planner(index, draft.meta.root)
+            draft = self._rebased(draft, planner, here)
             if not all(key in here or key == draft.meta.root or planner.complete(key) for key in draft.needs):
                 self.counters.skipped_drafts += 1
                 continue
             stored = index.entry(draft.meta.key)
-            brings = {"rows", *(k for k in draft.bodies if k in ROW_KINDS)}
-            whole = stored is not None and planner.complete(draft.meta.key, brings)
             have = stored.kinds if stored is not None else frozenset()
             # rows of an incomplete entry are written again, with the base that this draft brings
-            kinds = [k for k in draft.bodies if k not in have or (k in ROW_KINDS and not whole)]
+            again = stored is None or not planner.complete(draft.meta.key) or self._lacks_window(draft, stored, planner)
+            kinds = [k for k in draft.bodies if k not in have or (k in ROW_KINDS and again)]
             kinds = [k for k in kinds if (draft.meta.key, k) not in taken]
             taken.update((draft.meta.key, k) for k in kinds)
             here.add(draft.meta.key)
@@ -109,9 +113,63 @@ class Commit:
                 todo.append((draft, kinds))
         return todo
 
+    @staticmethod
+    def _lacks_window(draft: Draft, stored: Entry, planner: Planner) -> bool:
+        """Whether a draft brings a window to rows that have none, and are cut elsewhere: one cut holds for both."""
+        brings = "window" in draft.bodies and "window" not in stored.kinds and not planner.whole(stored.key)
+        return brings and (draft.meta.row_start, draft.meta.base) != (stored.row_start, stored.base)
+
+    def _rebased(self, draft: Draft, planner: Planner, here: Collection[bytes]) -> Draft:
+        """Where another process has merged the rows that a draft hangs on, it hangs on the block that has them now."""
+        m, rows = draft.meta, any(kind in ROW_KINDS for kind in draft.bodies)
+        on = m.base if rows else m.key
+        if on is None or on in here or not draft.bodies:
+            return draft
+        entry = self.index.entry(on)
+        if planner.complete(on) and not (rows and entry is not None and entry.row_start == entry.end):
+            return draft
+        for full in self.index.longer(m.parent, pack(m.tokens)[: 4 * ((m.row_start if rows else m.end) - m.start)]):
+            if full.root == m.root and full.key not in (m.key, *here) and planner.complete(full.key):
+                meta = replace(m, row_start=m.row_start if rows else m.end, base=full.key)
+                return replace(draft, meta=meta, needs=(m.parent, full.key))
+        return draft
+
     def _store_files(self, todo: list[tuple[Draft, list[str]]], own: list[bytes]) -> None:
+        written = self._write(todo, self._reserve(todo, own), self._enter)
+        self.counters.written_records += sum(len(kinds) for _, kinds in todo)
+        self.counters.written_bytes += written
+
+    def used_today(self) -> int:
+        """Bytes that were written today."""
+        return self._daily.used()
+
+    def merge(self, draft: Draft, enter: Callable[[], int]) -> bool:
+        """Write the records of a draft in place of those that are there; False if the budget has no room for both at
+        once: nothing is evicted for it. ``enter`` brings the index up to date, in one transaction, and returns the
+        bytes of the files that are entered. Raises as ``store`` does."""
+        todo = [(draft, list(draft.bodies))]
+        files = self._files(todo)
+        total = sum(files.values())
+        if self._free_disk() - total < self._floor:
+            return False
+        try:
+            hold = self._ledger.reserve(total, [len(draft.meta.tokens)], list(files))
+        except OverBudget:
+            return False
+        self.counters.merged_bytes += self._write(todo, hold, lambda draft, kinds: enter(), merging=True)
+        return True
+
+    def _write(
+        self,
+        todo: list[tuple[Draft, list[str]]],
+        hold: int,
+        enter: Callable[[Draft, list[str]], int],
+        *,
+        merging: bool = False,
+    ) -> int:
+        """Write records, make them durable, ``enter`` each draft in the index, and end the reservation; returns the
+        bytes written."""
         index, ledger = self.index, self._ledger
-        hold = self._reserve(todo, own)
         temporaries: list[tuple[Path, Path]] = []
         written = 0
         try:
@@ -134,9 +192,10 @@ class Commit:
                 sync_folder(folder)
             for part in _portions(todo, index.pages(), lambda item: PAGES_A_ROW + 8 * len(item[0].meta.tokens) // PAGE):
                 with index.transaction():
-                    ledger.release(hold, sum(self._enter(draft, kinds) for draft, kinds in part))
+                    ledger.release(hold, sum(enter(draft, kinds) for draft, kinds in part))
             with index.transaction():
                 ledger.release(hold)
+            return written
         except BaseException:
             for temporary, _ in temporaries:
                 with contextlib.suppress(OSError):
@@ -145,7 +204,7 @@ class Commit:
             raise
         finally:
             if written:  # whether or not it could be entered
-                self._daily.add(written)
+                self._daily.add(written, merging=merging)
 
     def _enter(self, draft: Draft, kinds: list[str]) -> int:
         """Enter a draft whose files are there; returns their bytes."""
@@ -156,6 +215,8 @@ class Commit:
             with contextlib.suppress(FileNotFoundError):  # removed a moment ago
                 # not what was written: another process may have put its own in this place
                 sizes[kind] = os.lstat(self._folder.file(m.key, kind)).st_size
+        if "rows" in sizes and "window" not in draft.bodies:
+            self._leave_window(m)
         if sizes:
             packed = pack(m.tokens)
             index.add_entry(
@@ -163,25 +224,35 @@ class Commit:
             )
         if draft.answer is not None:
             index.add_answer(draft.answer[0], m.key, draft.answer[1], draft.answer[2])
-        self.counters.written_records += len(sizes)
-        self.counters.written_bytes += sum(sizes.values())
         return sum(sizes.values())
+
+    def _leave_window(self, m: Meta) -> None:
+        """Rows were stored again, cut elsewhere and without a window: the one that is there belongs to other rows."""
+        stored = self.index.entry(m.key)
+        if stored is not None and "window" in stored.kinds and (stored.row_start, stored.base) != (m.row_start, m.base):
+            self._folder.remove(m.key, "window")
+            self.index.drop_record(m.key, "window")
+
+    def _files(self, todo: list[tuple[Draft, list[str]]]) -> dict[str, int]:
+        """The names and bytes of the files to be written."""
+        return {
+            self._folder.file(draft.meta.key, kind).name: size(replace(draft.meta, kind=kind), draft.bodies[kind])
+            for draft, kinds in todo
+            for kind in kinds
+        }
 
     def _reserve(self, todo: list[tuple[Draft, list[str]]], own: list[bytes]) -> int:
         """Reserve room for the records of ``todo``; what was used least recently goes for it, but nothing of ``own``.
         Raises OverBudget, OSError."""
         ledger = self._ledger
-        files = {
-            self._folder.file(draft.meta.key, kind).name: size(replace(draft.meta, kind=kind), draft.bodies[kind])
-            for draft, kinds in todo
-            for kind in kinds
-        }
+        files = self._files(todo)
         total, lengths = sum(files.values()), [len(draft.meta.tokens) for draft, _ in todo]
         root = todo[0][0].meta.root
 
-        def make_room(short: int) -> int:
+        def make_room(short: int, within: float = float("inf")) -> int:
             pinned = {*own, *self._pinned()}
-            return ledger.make_room(short, pinned=pinned, root=root, incoming=total, share=self._share).bytes
+            done = ledger.make_room(short, pinned=pinned, root=root, incoming=total, share=self._share, within=within)
+            return done.bytes
 
         ledger.rescan()
         missing = self._floor + total - self._free_disk()
@@ -194,7 +265,7 @@ class Commit:
             try:
                 return ledger.reserve(total, lengths, list(files))
             except OverBudget as e:
-                if not ledger.reclaim() and not make_room(e.short):
+                if not ledger.reclaim() and not make_room(e.short, _PATIENCE):
                     if not ledger.others() or time.monotonic() > until:
                         raise
                     time.sleep(_PAUSE)  # what other processes have reserved is given back soon

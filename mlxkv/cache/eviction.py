@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .folder import CacheFolder
@@ -78,12 +78,21 @@ def free(
     """Evict records of ``need`` bytes or more. A model with more than ``most`` bytes gives first, if others have any
     (``incoming``: a root, and the bytes that it is about to store)."""
     done = Evicted()
-    for root in _over(index, most, incoming) if most is not None and need > 0 else ():
-        done = _apply(
-            folder, index, _Choice(index, pinned, root.roots).take(min(need, root.excess)), done, need, progress
+
+    def give(amount: int, roots: Sequence[bytes] | None = None) -> Evicted:
+        def told(size: int) -> None:
+            if progress is not None:
+                progress(min(done.bytes + size, need), need)
+
+        gone = give_up(folder, index, choose(index, amount, pinned=pinned, roots=roots), progress=told)
+        return Evicted(
+            done.records + sum(records for _, records, _ in gone), done.bytes + sum(size for *_, size in gone)
         )
+
+    for over in _over(index, most, incoming) if most is not None and need > 0 else ():
+        done = give(min(need, over.excess), over.roots)
     if done.bytes < need:
-        done = _apply(folder, index, _Choice(index, pinned).take(need - done.bytes), done, need, progress)
+        done = give(need - done.bytes)
     if done.bytes < need:  # rows of an index that was damaged: files that no look-up can find
         done = _stray(folder, index, done)
     return done
@@ -112,40 +121,58 @@ def _over(index: Index, most: int, incoming: tuple[bytes, int]) -> list[_Over]:
     return [_Over(tuple(roots[f]), size - most) for f, size in bytes_of.items() if size > most]
 
 
+def choose(
+    index: Index,
+    need: float,
+    *,
+    before: float = float("-inf"),
+    pinned: Collection[bytes] = (),
+    roots: Sequence[bytes] | None = None,
+) -> list[Unit]:
+    """What goes to be rid of ``need`` bytes, and all that was last used before ``before`` (seconds since the epoch),
+    in the order in which it may go. Only of the key spaces ``roots``, where they are given. Changes nothing."""
+    out: list[Unit] = []
+    with contextlib.closing(_Order(index, pinned, roots).units()) as units:
+        for unit in units:
+            if need <= 0 and unit.used >= before:
+                break
+            out.append(unit)
+            need -= unit.bytes
+    return out
+
+
 @dataclass
-class _Choice:
-    """Chooses what goes, from the index as it is now, without changing it."""
+class _Order:
+    """The order in which things go, from the index as it is now: it must not be changed meanwhile."""
 
     index: Index
     pinned: Collection[bytes]
-    roots: tuple[bytes, ...] = ()
+    roots: Sequence[bytes] | None = None
     _left: dict[bytes, int] = field(default_factory=dict)
     _ready: list[tuple[float, int, Unit]] = field(default_factory=list)
     _number: Iterator[int] = field(default_factory=itertools.count)
 
-    def take(self, need: int) -> list[Unit]:
-        """In an order in which nothing is left hanging on what is gone."""
-        out: list[Unit] = []
+    def units(self) -> Generator[Unit, None, None]:
+        """The least recently used first; nothing is left hanging on what is gone."""
         with contextlib.closing(self._stream()) as stream:
             upcoming = next(stream, None)
-            while need > 0 and (upcoming is not None or self._ready):
+            while upcoming is not None or self._ready:
                 if upcoming is not None and (not self._ready or upcoming.used < self._ready[0][0]):
                     unit, upcoming = upcoming, next(stream, None)
                 else:
                     unit = heapq.heappop(self._ready)[2]
-                out.append(unit)
-                need -= unit.bytes
+                yield unit
                 if unit.state:
                     self._let_go(unit.key, unit.used)
                     continue
                 row = self.index.execute("SELECT parent, base FROM entries WHERE key = ?", (unit.key,)).fetchone()
                 for key in {*row} - {None} if row else ():
                     self._let_go(key, unit.used)
-        return out
 
     def _stream(self) -> Generator[Unit, None, None]:
-        where = f"WHERE e.root IN ({','.join('?' * len(self.roots))})" if self.roots else ""
-        rows = self.index.execute(_OLDEST.format(where=where), self.roots)
+        """What could go as things are."""
+        where = "" if self.roots is None else f"WHERE e.root IN ({','.join('?' * len(self.roots))})"
+        rows = self.index.execute(_OLDEST.format(where=where), self.roots or ())
         for key, used, _, state, rest in rows:
             if key not in self.pinned:
                 yield Unit(key, True, state, used) if state is not None else Unit(key, False, rest, used)
@@ -172,27 +199,41 @@ class _Choice:
                 heapq.heappush(self._ready, (unit.used, next(self._number), unit))
 
 
-def _apply(
-    folder: CacheFolder, index: Index, units: list[Unit], done: Evicted, need: int, progress: Progress | None
-) -> Evicted:
-    """Files go first, then their rows: a row without a file is a miss, a file without a row would not be counted. What
-    has been used, or has something new hanging on it, since it was chosen, stays."""
-    records, size = done.records, done.bytes
-    step = max(1, index.pages() // (2 * PAGES_A_ROW))
+def give_up(
+    folder: CacheFolder,
+    index: Index,
+    units: Sequence[Unit],
+    *,
+    step: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[tuple[Unit, int, int]]:
+    """Remove units in their order; returns (unit, its records, their bytes) of each that went. Files go first, then
+    their rows: a row without a file is a miss, a file without a row would not be counted. What has been used, or has
+    something new hanging on it, since it was chosen, stays. ``step``: units in one transaction at most. ``progress`` is
+    told the bytes between transactions, and may raise to stop. Raises sqlite3.Error, OSError."""
+    gone: list[tuple[Unit, int, int]] = []
+    most = max(1, index.pages() // (2 * PAGES_A_ROW))
+    step = most if step is None else min(step, most)
+    size = 0
     for i in range(0, len(units), step):
         with index.transaction():
             for unit in units[i : i + step]:
+                if index.last_used(unit.key) is None:  # its state was all that it had, and went before
+                    gone.append((unit, 0, 0))
+                    continue
                 if not _still(index, unit):
                     continue
-                for kind, weight in index.records_of(unit.key) or [("", 0)]:
-                    if (kind == "state") == unit.state:
-                        if kind:
-                            folder.remove(unit.key, kind)
-                        index.drop_record(unit.key, kind)
-                        records, size = records + bool(kind), size + weight
+                mine = [r for r in index.records_of(unit.key) or [("", 0)] if (r[0] == "state") == unit.state]
+                for kind, _ in mine:
+                    if kind:
+                        folder.remove(unit.key, kind)
+                    index.drop_record(unit.key, kind)
+                weight = sum(bytes_ for _, bytes_ in mine)
+                gone.append((unit, sum(bool(kind) for kind, _ in mine), weight))
+                size += weight
         if progress is not None:
-            progress(min(size, need), need)
-    return Evicted(records, size)
+            progress(size)
+    return gone
 
 
 def _still(index: Index, unit: Unit) -> bool:

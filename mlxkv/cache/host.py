@@ -45,6 +45,16 @@ class Destination:
             return []
         return [head[a:b].reshape(-1).view(np.uint8).data for head in self._host[0]]
 
+    def put_rows(self, a: int, rows: np.ndarray) -> None:
+        """Fill the rows from ``a`` on with a copy of ``rows`` [1, heads, n, width]."""
+        assert self._host is not None
+        self._host[:, :, a : a + rows.shape[2]] = rows
+
+    def rows(self, a: int, b: int) -> np.ndarray:
+        """Rows [a, b) of ``[1, heads, rows, width]``, seen, not copied; not to be kept."""
+        assert self._host is not None
+        return self._host[:, :, a:b]
+
     def copy(self) -> np.ndarray:
         """A host copy of what is there."""
         assert self._host is not None
@@ -52,8 +62,7 @@ class Destination:
 
     def copy_rows(self, a: int, b: int) -> np.ndarray:
         """A host copy of rows [a, b) of ``[1, heads, rows, width]``."""
-        assert self._host is not None
-        return np.array(self._host[:, :, a:b], copy=True, order="C")
+        return np.array(self.rows(a, b), copy=True, order="C")
 
     def release(self) -> mx.array:
         """Drop the views and give the array away."""

@@ -20,11 +20,13 @@ from .keys import common, digest
 
 FILE = "index.sqlite"
 SUFFIX = ".safetensors"  # of the records' files
-VERSION = 3  # of the tables; an index of another version is built again from the files
+VERSION = 4  # of the tables; an index of another version is built again from the files
 PAGE = 8192  # a block's 256 ids fit into a page, twice
 _FRAME = PAGE + 24  # a page in the WAL
 #: room for small files that are written without asking: the lock, marks, the memo of weight digests
 MISC_ROOM = 64 << 10
+#: what the index needs at most for a record that waits: a row with 256 ids, twice, in pages that are half full
+WAITING_ROOM = 2 * (2 * 1024 + 512)
 _NEIGHBOURS = 8
 #: seconds a call waits for another's transaction or checkpoint, unless ``wait_at_most`` says otherwise
 _PATIENCE = 10.0
@@ -42,13 +44,16 @@ TABLES = (
     " key BLOB NOT NULL, kind TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (key, kind)) WITHOUT ROWID",
     "CREATE TABLE answers ("
     " digest BLOB PRIMARY KEY, key BLOB NOT NULL, start INTEGER NOT NULL, last INTEGER) WITHOUT ROWID",
-    # records: sum of their bytes; outside, inside: other files beside and under records/
+    # files that are named like records and have no row yet; ``written``: when, seconds
+    "CREATE TABLE waiting (name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, written REAL NOT NULL) WITHOUT ROWID",
+    # records: sum of their bytes; waiting: the same and room for their rows; outside, inside: other files beside and
+    # under records/
     "CREATE TABLE ledger (name TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID",
     # a store that is open (its budget, no bytes), or what it has reserved (bytes, and the names of the files)
     "CREATE TABLE holds ("
     " id INTEGER PRIMARY KEY, store INTEGER, pid INTEGER, started TEXT, boot TEXT, temporaries TEXT, budget INTEGER,"
     " bytes INTEGER NOT NULL, files TEXT NOT NULL)",
-    "INSERT INTO ledger VALUES ('records', 0), ('outside', 0), ('inside', 0)",
+    "INSERT INTO ledger VALUES ('records', 0), ('waiting', 0), ('outside', 0), ('inside', 0)",
 )
 #: made after a bulk load
 LOOK_UPS = (
@@ -57,7 +62,12 @@ LOOK_UPS = (
     "CREATE INDEX entries_used ON entries (used)",
     "CREATE INDEX answers_key ON answers (key)",
     "CREATE TRIGGER records_added AFTER INSERT ON records BEGIN"
-    " UPDATE ledger SET bytes = bytes + new.bytes WHERE name = 'records'; END",
+    " UPDATE ledger SET bytes = bytes + new.bytes WHERE name = 'records';"
+    f" DELETE FROM waiting WHERE name = lower(hex(new.key)) || '.' || new.kind || '{SUFFIX}'; END",
+    "CREATE TRIGGER waiting_added AFTER INSERT ON waiting BEGIN"
+    f" UPDATE ledger SET bytes = bytes + new.bytes + {WAITING_ROOM} WHERE name = 'waiting'; END",
+    "CREATE TRIGGER waiting_gone AFTER DELETE ON waiting BEGIN"
+    f" UPDATE ledger SET bytes = bytes - old.bytes - {WAITING_ROOM} WHERE name = 'waiting'; END",
     "CREATE TRIGGER records_gone AFTER DELETE ON records BEGIN"
     " UPDATE ledger SET bytes = bytes - old.bytes WHERE name = 'records'; END",
     "CREATE TRIGGER records_changed AFTER UPDATE OF bytes ON records BEGIN"
@@ -89,7 +99,10 @@ def shm_room(wal: int) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """A block or leaf: tokens [start, end) after ``parent``; its rows cover [row_start, end), ``base`` has the rest."""
+    """A block or leaf: tokens [start, end) after ``parent``; its rows cover [row_start, end), ``base`` has the rest.
+
+    A leaf whose rows were merged into a full block has none of its own: ``row_start == end``, ``base`` is that block.
+    """
 
     key: bytes
     root: bytes
@@ -134,12 +147,15 @@ class Index:
             self._db.execute("PRAGMA recursive_triggers=ON")  # REPLACE keeps the ledger, too
             self._create()
         else:
-            self._db = sqlite3.connect(
-                f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_PATIENCE, factory=_Connection
-            )
+            self._db = self.connect(f"{path.resolve().as_uri()}?mode=ro")
         self._path = path
         self._patience = _PATIENCE
         self._file = _identity(path)
+
+    @staticmethod
+    def connect(uri: str) -> sqlite3.Connection:
+        """A connection to a file that is there, as SQLite's URI says."""
+        return sqlite3.connect(uri, uri=True, timeout=_PATIENCE, factory=_Connection)
 
     def _create(self) -> None:
         def version() -> int:
@@ -207,6 +223,13 @@ class Index:
                     raise sqlite3.OperationalError("the index's log cannot be cut: another program is reading in it")
                 time.sleep(_PAUSE)
 
+    def replaced(self) -> bool:
+        """Whether the file is no longer the one that was opened."""
+        try:
+            return _identity(self._path) != self._file
+        except OSError:
+            return False  # that cannot be told now
+
     def checkpoint(self) -> None:
         """Bring the WAL into the file and cut it to nothing, unless somebody reads in it."""
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -221,19 +244,24 @@ class Index:
 
     # the ledger
 
-    def pages(self) -> int:
-        """How many pages a transaction may change so that the WAL keeps within its room."""
-        return wal_room(self.budget()) * 3 // 4 // _FRAME
+    def pages(self, budget: int | None = None) -> int:
+        """How many pages a transaction may change so that the WAL keeps within its room; ``budget`` where nobody who
+        has the folder open has one."""
+        held = self.budget()
+        return wal_room(budget if held is None else held) * 3 // 4 // _FRAME
 
     def budget(self) -> int | None:
         """The smallest budget of those who have the folder open, bytes; None: nobody has one."""
-        return self._db.execute("SELECT min(budget) FROM holds").fetchone()[0]
+        (found,) = self._db.execute("SELECT min(budget) FROM holds").fetchone()
+        if found is not None and not isinstance(found, int):
+            raise damaged("a budget in its ledger is no number")
+        return found
 
     def charge(self) -> int:
         """What the budget has to cover, bytes: all files, what is reserved, and room for the index to work."""
         query = "SELECT count(*), min(bytes), sum(bytes), (SELECT coalesce(sum(bytes), 0) FROM holds) FROM ledger"
         names, least, files, held = self._db.execute(query).fetchone()
-        if names != 3 or not all(isinstance(n, int) for n in (files, held)) or least < 0 or held < 0:
+        if names != 4 or not all(isinstance(n, int) for n in (files, held)) or least < 0 or held < 0:
             raise damaged("its ledger makes no sense")
         pages = self._db.execute("PRAGMA page_count").fetchone()[0]
         wal = wal_room(self.budget())
@@ -246,6 +274,10 @@ class Index:
     def count(self, name: str, size: int) -> None:
         """Set one account of the ledger. Within a transaction."""
         self._db.execute("INSERT OR REPLACE INTO ledger VALUES (?, ?)", (name, size))
+
+    def add(self, name: str, size: int) -> None:
+        """Change one account of the ledger. Within a transaction."""
+        self._db.execute("UPDATE ledger SET bytes = bytes + ? WHERE name = ?", (size, name))
 
     # reading
 
@@ -286,9 +318,9 @@ class Index:
         while (row := self._db.execute(before, (parent, below)).fetchone()) is not None:
             found = row[7] if isinstance(row[7], bytes) else b""
             shared = common(found, tokens)
-            if not shared:
-                break
             out += self._sound(row)
+            if not shared:  # nor do those before it; that there is one says that something else goes on from here
+                break
             if 4 * shared == len(found):  # a prefix: the next one is shorter
                 below = tokens[: 4 * (shared - 1)] + b"\0"
             elif neighbours < _NEIGHBOURS:
@@ -296,6 +328,17 @@ class Index:
             else:  # of the others here, only prefixes are of use
                 below = tokens[: 4 * shared] + b"\0"
         return sorted(out, key=lambda e: e.end, reverse=True)
+
+    def longer(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        """Full blocks that hang on ``parent`` and begin with ``tokens``, at most 8; those with all their rows in one
+        place first."""
+        found = self._db.execute(
+            self._ENTRY + "e.parent = ? AND e.tokens > ? AND e.tokens < ? AND e.row_start < e.end"
+            " AND e.end - e.start = (SELECT block FROM roots o WHERE o.root = e.root)"
+            " ORDER BY e.base IS NOT NULL LIMIT 8",
+            (parent, tokens, tokens + b"\xff" * 8),
+        ).fetchall()
+        return [e for row in found for e in self._sound(row) if e.tokens.startswith(tokens)]
 
     def roots(self) -> list[tuple[bytes, str, bytes, str, bytes, int]]:
         """(root, model, fingerprint, compute, layout, block) of every key space."""
@@ -319,12 +362,63 @@ class Index:
     def names(self) -> dict[tuple[bytes, str], int]:
         return {(key, kind): size for key, kind, size in self._db.execute("SELECT key, kind, bytes FROM records")}
 
-    def file_names(self) -> set[str]:
-        """The names of the files that should be there."""
-        # one long text: half the time of a row for each of 100,000 names
-        sql = f"SELECT group_concat(lower(hex(key)) || '.' || kind || '{SUFFIX}', char(10)) FROM records"
-        names = self._db.execute(sql).fetchone()[0]
-        return set(names.split("\n")) if names else set()
+    def file_names(self, begin: str = "") -> set[str]:
+        """The names of the files that should be there, or in one subfolder of ``records/``; those that wait among
+        them."""
+        low = bytes.fromhex(begin)
+        high = bytes((low[0] + 1,)) if low and low[0] < 255 else b"\xff" * 64
+        # one long text a folder: a third of the time of a row for each of 100,000 names
+        name = f"hex(key) || '.' || kind || '{SUFFIX}'"
+        query = f"SELECT lower(group_concat({name}, char(10))) FROM records WHERE key >= ? AND key < ?"
+        (names,) = self._db.execute(query, (low, high)).fetchone()
+        out = set(names.split("\n")) if names else set()
+        query = "SELECT group_concat(name, char(10)) FROM waiting WHERE name >= ? AND name < ?"
+        (names,) = self._db.execute(query, (begin, f"{begin}g")).fetchone()
+        return out.union(names.split("\n")) if names else out
+
+    # files that wait to be taken in
+
+    def waiting(self) -> int:
+        """How many records are known by name, size and age alone."""
+        return self._db.execute("SELECT count(*) FROM waiting").fetchone()[0]
+
+    def any_waiting(self) -> bool:
+        return self._db.execute("SELECT EXISTS (SELECT 1 FROM waiting)").fetchone()[0] != 0
+
+    def all_waiting(self, *, by: str = "name") -> list[tuple[str, float]]:
+        """(name, when it was written) of all that wait, in the order of their names, or oldest first (``written``)."""
+        return self._db.execute(f"SELECT name, written FROM waiting ORDER BY {by}").fetchall()
+
+    def waiting_of(self, key: bytes) -> list[tuple[str, float]]:
+        """What waits of one entry."""
+        name = key.hex()
+        query = "SELECT name, written FROM waiting WHERE name >= ? AND name < ?"
+        return self._db.execute(query, (f"{name}.", f"{name}/")).fetchall()
+
+    def waits(self, name: str) -> bool:
+        return self._db.execute("SELECT EXISTS (SELECT 1 FROM waiting WHERE name = ?)", (name,)).fetchone()[0] != 0
+
+    def let_wait(self, files: Iterable[tuple[str, int, float]]) -> None:
+        """Note (name, bytes, when it was written) of files that have no row. Within a transaction."""
+        for name, size, written in files:
+            stem, _, kind = name.removesuffix(SUFFIX).partition(".")
+            if self._db.execute(
+                "SELECT 1 FROM records WHERE key = ? AND kind = ?", (bytes.fromhex(stem), kind)
+            ).fetchone():
+                continue  # entered meanwhile
+            self._db.execute("INSERT OR IGNORE INTO waiting VALUES (?, ?, ?)", (name, size, written))
+
+    def stop_waiting(self, name: str) -> bool:
+        """Forget a file that waits; False if it did not. Within a transaction."""
+        return self._db.execute("DELETE FROM waiting WHERE name = ?", (name,)).rowcount > 0
+
+    def recount(self, *, inside: int, outside: int) -> None:
+        """Set all accounts of the ledger: from the rows, and to what was counted elsewhere. Within a transaction."""
+        (records,) = self._db.execute("SELECT coalesce(sum(bytes), 0) FROM records").fetchone()
+        query = f"SELECT coalesce(sum(bytes + {WAITING_ROOM}), 0) FROM waiting"
+        (waiting,) = self._db.execute(query).fetchone()
+        for name, size in (("records", records), ("waiting", waiting), ("inside", inside), ("outside", outside)):
+            self.count(name, size)
 
     def records_of(self, key: bytes) -> list[tuple[str, int]]:
         """(kind, bytes) of an entry's records."""
@@ -349,22 +443,33 @@ class Index:
 
     def add_entry(self, entry: Entry, sizes: dict[str, int], used: float | None = None) -> None:
         """Insert or complete an entry. A new rows or window record also brings its own row_start and base."""
+        rows = ", row_start = excluded.row_start, base = excluded.base" if sizes.keys() & {"rows", "window"} else ""
         self._db.execute(
             "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET"
             " root = excluded.root, parent = excluded.parent, start = excluded.start, end = excluded.end,"
-            " tokens = excluded.tokens, used = excluded.used",
+            f" tokens = excluded.tokens, used = excluded.used{rows}",
             (entry.key, entry.root, entry.parent, entry.start, entry.end, entry.row_start, entry.base, entry.tokens,
              self.used() if used is None else used),
         )  # fmt: skip
-        if sizes.keys() & {"rows", "window"}:
-            self._db.execute(
-                "UPDATE entries SET row_start = ?, base = ? WHERE key = ?", (entry.row_start, entry.base, entry.key)
-            )
         for kind, size in sizes.items():
             self._db.execute(
                 "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (key, kind) DO UPDATE SET bytes = excluded.bytes",
                 (entry.key, kind, size),
             )
+
+    def merged(self, key: bytes, into: bytes) -> None:
+        """The rows of a leaf are to be found in a full block. Within a transaction."""
+        self._db.execute("UPDATE entries SET row_start = end, base = ? WHERE key = ?", (into, key))
+
+    def without_rows(self) -> list[bytes]:
+        """Entries that have a state, but not the rows and windows that others of their key space have."""
+        found = self._db.execute(
+            "SELECT e.key FROM entries e JOIN records s ON s.key = e.key AND s.kind = 'state' WHERE e.row_start < e.end"
+            " AND (NOT EXISTS (SELECT 1 FROM records r WHERE r.key = e.key AND r.kind = 'rows')"
+            " OR (NOT EXISTS (SELECT 1 FROM records r WHERE r.key = e.key AND r.kind = 'window') AND e.root IN"
+            " (SELECT DISTINCT w.root FROM records r JOIN entries w ON w.key = r.key WHERE r.kind = 'window')))"
+        )
+        return [key for (key,) in found]
 
     def add_answer(self, digest: bytes, key: bytes, start: int, last: int | None) -> None:
         self._db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", (digest, key, start, last))
@@ -400,7 +505,7 @@ def damaged(why: str) -> sqlite3.DatabaseError:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         info = os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return info.st_dev, info.st_ino
 

@@ -102,11 +102,13 @@ def _kind(folder: CacheFolder, path: Path) -> str:
 def _model(folder: CacheFolder, space: Root, items: list[Item]) -> dict[str, Any]:
     """One key space, with the tensors of its newest records as an example of its layout."""
     layout: dict[str, Any] = {}
+    bits = 0
     for kind in RECORD_KINDS:
         have = [item for item in items if kind in item.sizes]
         for item in sorted(have, key=lambda i: i.used, reverse=True)[:1]:
             with contextlib.suppress(RecordError), Reader.open(folder.file(item.key, kind)) as reader:
                 layout[kind] = tensors(reader)
+                bits = reader.meta.store_bits
     return {
         "model": space.model,
         "root": space.key.hex(),
@@ -118,6 +120,7 @@ def _model(folder: CacheFolder, space: Root, items: list[Item]) -> dict[str, Any
         "records": sum(len(item.sizes) for item in items),
         "bytes": sum(item.bytes for item in items),
         "used": moment(max((item.used for item in items), default=None)),
+        "store_bits": bits or None,
         "tensors": layout,
     }
 
@@ -143,7 +146,7 @@ def describe(item: Item, forest: Forest, spaces: dict[bytes, Root]) -> dict[str,
         "chain_entries": len(chain),
         "chain_bytes": sum(link.bytes for link in chain),
         "used": moment(item.used),
-        "tip": not forest.hanging(item.key),
+        "tip": forest.is_end(item),
         "resumable": missing is None and forest.stands(item)[0] is None,
     }
 
@@ -164,9 +167,10 @@ def examine(folder: CacheFolder, index: Catalogue, key: bytes) -> dict[str, Any]
         record: dict[str, Any] = {"kind": kind, "bytes": item.sizes[kind], "file": str(path), "problem": None}
         try:
             with Reader.open(path) as reader:
-                record |= {"tensors": tensors(reader), "software": reader.meta.software}
+                bits = reader.meta.store_bits or None
+                record |= {"tensors": tensors(reader), "software": reader.meta.software, "store_bits": bits}
         except RecordError as error:
-            record |= {"tensors": [], "software": "", "problem": f"{error.reason}: {error}"}
+            record |= {"tensors": [], "software": "", "store_bits": None, "problem": f"{error.reason}: {error}"}
             if reason is None:
                 reason, why = error.reason, f"its {kind} record: {error}"
         records.append(record)
@@ -181,9 +185,9 @@ def examine(folder: CacheFolder, index: Catalogue, key: bytes) -> dict[str, Any]
         "base": item.base.hex() if item.base else None,
         "records": records,
         "token_ids": unpack(entry.tokens),
-        "chain": [{"key": i.key.hex(), "start": i.row_start, "end": i.end} for i in links],
+        "chain": [{"key": i.key.hex(), "start": i.row_start, "end": min(i.end, item.end)} for i in links],
         "hanging": [
-            {"key": i.key.hex(), "start": i.row_start, "end": i.end, "as": "piece" if i.base == key else "child"}
+            {"key": i.key.hex(), "start": i.row_start, "end": i.end, "as": _as(i, key)}
             for i in sorted(forest.hanging(key), key=lambda i: (i.end, i.key))
         ],
         "answers_from": index.answers_at(key),
@@ -194,20 +198,28 @@ def examine(folder: CacheFolder, index: Catalogue, key: bytes) -> dict[str, Any]
     return found
 
 
-def stats(path: Path) -> dict[str, Any]:
-    """``entries, records, bytes, written_today, by_model`` of a cache folder; zeros where there is none or it cannot be
-    read.
+def _as(item: Item, key: bytes) -> str:
+    """What an entry is that hangs on ``key``."""
+    return "child" if item.base != key else "merged" if item.merged else "piece"
 
-    ``bytes`` is what a budget counts: the size of every regular file under the folder.
+
+def stats(path: Path) -> dict[str, Any]:
+    """``entries, records, waiting, bytes, written_today, merged_today, by_model`` of a cache folder; zeros where there
+    is none or it cannot be read.
+
+    ``waiting`` are records that are still to be taken into the index (``adoption``) and not among the others; ``bytes``
+    is what a budget counts: the size of every regular file under the folder. ``merged_today`` is that part of
+    ``written_today`` which merging wrote.
     """
     by_model: list[dict[str, Any]] = []
+    waiting = 0
     for _ in range(3):
         try:
             index = Index(path, create=False)
         except sqlite3.Error:
             break
         try:
-            totals = index.totals()
+            totals, waiting = index.totals(), index.waiting()
         except sqlite3.OperationalError:  # another process is just creating it
             time.sleep(0.05)
             continue
@@ -220,8 +232,10 @@ def stats(path: Path) -> dict[str, Any]:
     return {
         "entries": sum(m["entries"] for m in by_model),
         "records": sum(m["records"] for m in by_model),
+        "waiting": waiting,
         "bytes": CacheFolder(path).size() if path.is_dir() else 0,
         "written_today": Daily(path).used(),
+        "merged_today": Daily(path).merged(),
         "by_model": by_model,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,9 @@ log = logging.getLogger("mlxkv.cache")
 
 #: how many chains' states, and how many states' roles, are remembered
 _CHAINS, _ROLES = 64, 4096
+#: a tip that was written so many times within so many seconds, and is gone again, is not worth it: the folder is too
+#: small for what it is asked to keep
+_TIMES, _WITHIN = 2, 3600.0
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,11 @@ class Chain:
 @dataclass
 class Skipped:
     """Bytes that were not written, by what they are (``tip``, ``state``, ``rows``) and why: the day's write budget, or
-    the chain's budget of states; and states that were deleted."""
+    the chain's budget of states; tips that would have been written again and again; and states that were deleted."""
 
     daily: dict[str, int] = field(default_factory=dict)
     thinned: int = 0
+    again: int = 0
     deleted_states: int = 0
 
 
@@ -89,6 +94,7 @@ class Keeper:
         self._chains: OrderedDict[bytes, list[State]] = OrderedDict()
         self._known: OrderedDict[bytes, tuple[str, int]] = OrderedDict()  # state -> role, bytes on disk
         self._said: set[tuple[str, str]] = set()
+        self._tips: OrderedDict[bytes, list[float]] = OrderedDict()  # -> when each was written
 
     def admit(self, index: Index, group: list[Draft], chain: Chain | None, planner: Planner) -> list[Draft]:
         """What of a group is to be written, with what it hangs on where only RAM has that."""
@@ -96,7 +102,7 @@ class Keeper:
             group = self._with_ancestors(group, planner)
         if chain is not None:
             group = self._thinned(index, group, chain)
-        return self._affordable(group)
+        return self._affordable([self._not_again(index, draft) for draft in group])
 
     def clean(self, index: Index, chain: Chain, pinned: Collection[bytes] = ()) -> None:
         """Delete states on disk that are superseded, or over the chain's budget; not those ``pinned`` now. Files go
@@ -120,6 +126,11 @@ class Keeper:
                     self._known.pop(key, None)
                     self.skipped.deleted_states += 1
 
+    def forget(self) -> None:
+        """The folder is another one: what was in it is no longer known."""
+        self._chains.clear()
+        self._known.clear()
+
     def _budget(self, chain: Chain) -> int:
         rows = sum(t.nbytes(len(chain)) for kind in ("rows", "window") for t in self._layout.tensors(kind))
         return self._policy.budget(rows)
@@ -130,12 +141,7 @@ class Keeper:
         todo = [key for d in group for key in d.needs]
         while todo:
             key = todo.pop()
-            if (
-                key in here
-                or key in found
-                or key == group[0].meta.root
-                or planner.complete(key, self._layout.row_kinds)
-            ):
+            if key in here or key in found or key == group[0].meta.root or planner.complete(key):
                 continue
             draft = self._ram.draft(key)
             if draft is None:
@@ -181,6 +187,24 @@ class Keeper:
             if draft.bodies or draft.answer is not None:
                 out.append(draft)
         return out
+
+    def _not_again(self, index: Index, draft: Draft) -> Draft:
+        """The draft, without a tip that has been written, and has gone, too often."""
+        key = draft.meta.key
+        if draft.meta.role not in ("tip", "ladder") or "state" not in draft.bodies:
+            return draft
+        if any(kind == "state" for kind, _ in index.records_of(key)):
+            return draft
+        now = time.monotonic()
+        times = [t for t in self._tips.get(key, ()) if now - t < _WITHIN]
+        if len(times) >= _TIMES:
+            self.skipped.again += draft.bodies["state"].nbytes
+            return without_state(draft)
+        self._tips[key] = [*times, now]
+        self._tips.move_to_end(key)
+        while len(self._tips) > _ROLES:
+            self._tips.popitem(last=False)
+        return draft
 
     def _skip(self, what: str, nbytes: int) -> None:
         self.skipped.daily[what] = self.skipped.daily.get(what, 0) + nbytes

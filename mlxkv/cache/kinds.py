@@ -47,6 +47,7 @@ class Growing(_Rows):
 
     kind = "growing"
     record = "rows"
+    packable = True
     cache: KVCache
 
     def reserve(self, capacity: int) -> None:
@@ -93,6 +94,7 @@ class Concatenated(Growing):
 class Quantised(Growing):
     """Rows packed into integers, with a scale and a bias a group (``QuantizedKVCache``)."""
 
+    packable = False  # they are already, in the model's own way
     cache: QuantizedKVCache  # type: ignore[assignment]
     _PARTS = ("packed", "scales", "biases")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,9 @@ import mlx.core as mx
 from ..errors import MlxkvError
 from .kinds import members_of
 from .member import Member
+from .packing import Packing
 from .state import SequenceState
-from .tensors import RECORD_KINDS, ROW_KINDS, TensorSpec
+from .tensors import RECORD_KINDS, ROW_KINDS, TensorSpec, check_store_bits
 
 #: tokens run, one after the other, until two forwards in a row leave the same shapes
 _PROBE = (2, *[1] * 16)
@@ -39,6 +40,9 @@ class LayoutError(MlxkvError):
 
 @dataclass(frozen=True)
 class MemberSpec:
+    """One member: ``tensors`` as it holds them, ``stored`` as records do. ``bits``: what its rows are quantised to in
+    records, None for rows as they are."""
+
     path: tuple[int, ...]
     kind: str
     record: str
@@ -46,6 +50,22 @@ class MemberSpec:
     window: int | None
     keep: int
     tensors: tuple[TensorSpec, ...]
+    packable: bool = False
+    bits: int | None = None
+
+    @cached_property
+    def packings(self) -> dict[str, Packing]:
+        """By name, for the tensors that are stored quantised."""
+        if self.bits is None or not self.packable:
+            return {}
+        found = {t.name: Packing.of(t, self.bits) for t in self.tensors}
+        return {name: packing for name, packing in found.items() if packing is not None}
+
+    @cached_property
+    def stored(self) -> tuple[TensorSpec, ...]:
+        """The tensors of a record of this member."""
+        packings = self.packings
+        return tuple(s for t in self.tensors for s in (packings[t.name].stored(t) if t.name in packings else (t,)))
 
     def needs(self, position: int) -> list[tuple[int, int]]:
         """The spans of rows that must be there to resume at ``position``, in order and disjoint."""
@@ -66,7 +86,11 @@ class Layout:
 
     @cached_property
     def digest(self) -> bytes:
-        plain = [[m.path, m.kind, m.params, [[t.name, t.dtype, t.shape] for t in m.tensors]] for m in self.members]
+        plain = []
+        for m in self.members:
+            plain.append([m.path, m.kind, m.params, [[t.name, t.dtype, t.shape] for t in m.tensors]])
+            if m.packings:
+                plain[-1].append([[name, p.bits, p.group] for name, p in m.packings.items()])
         return hashlib.sha256(json.dumps(plain, separators=(",", ":")).encode()).digest()
 
     @cached_property
@@ -95,19 +119,39 @@ class Layout:
         """The windows of windowed members, in rows, shortest first."""
         return tuple(sorted(m.window or 0 for m in self.members if m.record == "window"))
 
+    def packed(self, bits: int | None) -> Layout:
+        """This layout with rows that are stored quantised to ``bits`` wherever they can be; None: nowhere. Raises
+        ConfigError."""
+        check_store_bits(bits)
+        asked = [replace(m, bits=bits) for m in self.members]
+        return Layout(tuple(m if m.packings else replace(m, bits=None) for m in asked))
+
+    @cached_property
+    def packings(self) -> dict[str, Packing]:
+        """By name, for the tensors that are stored quantised."""
+        return {name: packing for m in self.members for name, packing in m.packings.items()}
+
+    @property
+    def store_bits(self) -> int | None:
+        """What rows are quantised to in records; None if none are."""
+        return next((m.bits for m in self.members if m.packings), None)
+
     def tensors(self, *kinds: str) -> list[TensorSpec]:
-        return [t for m in self.members if m.record in kinds for t in m.tensors]
+        """The tensors of records of these kinds."""
+        return [t for m in self.members if m.record in kinds for t in m.stored]
 
     def fits(self, kinds: tuple[str, ...], arrays: dict[str, mx.array], rows: int) -> bool:
-        """Whether ``arrays`` are just what records of these kinds hold of ``rows`` rows."""
-        want = {t.name: (t.dtype, t.sized(rows)) for t in self.tensors(*kinds)}
+        """Whether ``arrays`` are just what the members of these record kinds hold of ``rows`` rows."""
+        held = (t for m in self.members if m.record in kinds for t in m.tensors)
+        want = {t.name: (t.dtype, t.sized(rows)) for t in held}
         return want == {name: (DTYPE_NAME.get(a.dtype), a.shape) for name, a in arrays.items()}
 
     def describe(self) -> str:
-        """For people: how many members of each kind, for instance ``6 recurrent, 2 growing``."""
+        """For people: how many members of each kind, for instance ``6 recurrent, 2 growing (stored in 8 bits)``."""
         counts: dict[str, int] = {}
         for m in self.members:
-            counts[m.kind] = counts.get(m.kind, 0) + 1
+            kind = f"{m.kind} (stored in {m.bits} bits)" if m.packings else m.kind
+            counts[kind] = counts.get(kind, 0) + 1
         return ", ".join(f"{n} {kind}" for kind, n in counts.items())
 
 
@@ -136,6 +180,7 @@ def _spec(member: Member) -> MemberSpec:
         window=member.window(),
         keep=member.keep(),
         tensors=tuple(tensors),
+        packable=member.packable,
     )
 
 

@@ -20,8 +20,9 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from .adoption import take_in_all
 from .eviction import Evicted, free
-from .folder import CacheFolder, adopt, parse
+from .folder import CacheFolder, adopt, parse, weight
 from .index import MISC_ROOM, PAGE, Index, OverBudget, shm_room, wal_room
 from .layout import Layout
 from .process import Process, this_process
@@ -48,7 +49,7 @@ def default_budget(folder: Path, size: int) -> int:
 def minimum(layout: Layout, block: int) -> int:
     """The least budget that one entry and the index can live in, bytes."""
     entry = sum(t.nbytes(block) for kind in RECORD_KINDS for t in layout.tensors(kind))
-    header = _HEADER + 24 * block + sum(512 for m in layout.members for _ in m.tensors)
+    header = _HEADER + 24 * block + 512 * len(layout.tensors(*RECORD_KINDS))
     wal = wal_room(None)
     fixed = PAGE * (_FIRST_PAGES + growth([block])) + wal + shm_room(wal) + MISC_ROOM
     return fixed + entry + 3 * header
@@ -89,7 +90,8 @@ class Ledger:
     def room(self) -> int:
         """Bytes that a reservation could have if every record and other reservation went. Negative if even then there
         is no place at all."""
-        query = "SELECT bytes + (SELECT coalesce(sum(bytes), 0) FROM holds) FROM ledger WHERE name = 'records'"
+        query = "SELECT sum(bytes) + (SELECT coalesce(sum(bytes), 0) FROM holds) FROM ledger"
+        query += " WHERE name IN ('records', 'waiting')"
         (passing,) = self.index.execute(query).fetchone()
         return (self.index.budget() or 0) - self.index.charge() + passing
 
@@ -142,8 +144,9 @@ class Ledger:
         for i in range(0, len(names), step):
             with contextlib.suppress(OverBudget), index.transaction():
                 for key, kind in map(parse, names[i : i + step]):
-                    if kind not in dict(index.records_of(key)):
-                        adopt(folder, index, key, kind, folder.file(key, kind))
+                    # of another size: written again, or others merged into it, in place of one that had been entered
+                    if dict(index.records_of(key)).get(kind) != weight(folder.file(key, kind)):
+                        adopt(folder, index, key, kind, folder.file(key, kind), index.last_used(key))
         for key, kind in map(parse, names):
             if kind not in dict(index.records_of(key)):
                 folder.remove(key, kind)
@@ -165,9 +168,20 @@ class Ledger:
         self.index.count("outside", self.folder.outside(self.index.writing()))
 
     def make_room(
-        self, short: int, *, pinned: Collection[bytes] = (), root: bytes = b"", incoming: int = 0, share: float = SHARE
+        self,
+        short: int,
+        *,
+        pinned: Collection[bytes] = (),
+        root: bytes = b"",
+        incoming: int = 0,
+        share: float = SHARE,
+        within: float = float("inf"),
     ) -> Evicted:
-        """Evict ``short`` bytes or more. ``root``, ``incoming``: for whom and how much. Raises sqlite3.Error."""
+        """Evict ``short`` bytes or more. ``root``, ``incoming``: for whom and how much. What waits to be taken into the
+        index is taken in first, since nobody knows yet what it hangs on; if that takes longer than ``within`` seconds,
+        nothing is evicted this time. Raises sqlite3.Error."""
+        if not take_in_all(self.folder, self.index, within=within):
+            return Evicted()
         budget = self.index.budget() or 0
         target = max(short, budget // _STEP)
         done = free(self.folder, self.index, target, pinned=pinned, most=int(share * budget), incoming=(root, incoming))

@@ -50,13 +50,7 @@ class FolderLock:
                 os.close(fd)
 
     def _check_that_locks_work(self) -> None:
-        """Some file systems say yes to everybody."""
-        other = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if _flock(other, fcntl.LOCK_EX):
-                raise LockRefused("locks do not work on its volume: two were given at once")
-        finally:
-            os.close(other)
+        check_that_locks_work(self._path)
 
     def share(self) -> None:
         """Let others in. Raises LockRefused."""
@@ -80,17 +74,34 @@ class FolderLock:
         self.alone = True
         return True
 
-    def intact(self) -> bool:
-        """Whether the file is still the one that is locked: a folder that was removed is nobody's."""
+    def lost(self) -> bool:
+        """Whether the file is known not to be the one that is locked: a folder that was removed is nobody's."""
         try:
-            return self._fd >= 0 and _same(self._fd, self._path)
+            return self._fd < 0 or not _same(self._fd, self._path)
         except OSError:
-            return False
+            return False  # that cannot be told now
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def check_that_locks_work(path: Path) -> None:
+    """Some file systems say yes to everybody. The file is locked by this process already. Raises LockRefused,
+    OSError."""
+    other = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if _flock(other, fcntl.LOCK_EX):
+            raise LockRefused("locks do not work on its volume: two were given at once")
+    finally:
+        os.close(other)
+
+
+def probe_locks(path: Path, fd: int) -> None:
+    """Whether locks work where a new file is, of which ``fd`` is open. Raises LockRefused, OSError."""
+    _flock(fd, fcntl.LOCK_EX)
+    check_that_locks_work(path)
 
 
 def _flock(fd: int, how: int) -> bool:
@@ -107,5 +118,5 @@ def _flock(fd: int, how: int) -> bool:
 def _same(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

@@ -17,7 +17,7 @@ REASONS = {
     "other_model": "the same tokens are stored for other weights",
     "other_layout": "the same tokens are stored with another state layout",
     "other_numerics": "the same tokens are stored under other numerics or dtypes",
-    "pending": "it was still being written",
+    "pending": "it was still being written, or the index does not know it yet",
     "off": "the prefix store is off",
 }
 

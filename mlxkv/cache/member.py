@@ -33,6 +33,8 @@ class Member(ABC):
     kind: ClassVar[str]
     #: which record holds this member's data: "rows", "window" or "state"
     record: ClassVar[str]
+    #: whether its rows may be stored quantised, where the user asks for that
+    packable: ClassVar[bool] = False
 
     def __init__(self, cache: Any, path: tuple[int, ...]) -> None:
         self.cache = cache

@@ -119,8 +119,8 @@ def thin(states: Sequence[State], budget: int, prompt_end: int, turn: int) -> se
     return gone
 
 
-#: which part of the daily write budget each kind of record may use up: tips give way first, rows last
-SHARES = {"tip": 0.8, "state": 0.9, "rows": 1.0}
+#: which part of the daily write budget each kind of record may use up: merging gives way first, then tips, rows last
+SHARES = {"merge": 2 / 3, "tip": 0.8, "state": 0.9, "rows": 1.0}
 
 
 def may_write(what: str, nbytes: int, today: int, daily: int) -> bool:

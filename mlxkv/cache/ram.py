@@ -68,6 +68,7 @@ class Ram:
 
     def __init__(self, budget: int, on_evict: Callable[[bytes, str], None] = lambda key, kind: None) -> None:
         self._budget = budget
+        self._lent = 0
         self._on_evict = on_evict
         self._held: dict[bytes, _Held] = {}
         self._recent: OrderedDict[tuple[bytes, str], int] = OrderedDict()  # -> bytes, least recently used first
@@ -77,8 +78,14 @@ class Ram:
         self._lock = threading.Lock()
 
     @property
-    def budget(self) -> int:
+    def most(self) -> int:
+        """The budget when nothing of it is lent, bytes."""
         return self._budget
+
+    @property
+    def budget(self) -> int:
+        """Bytes that may be held now."""
+        return max(0, self._budget - self._lent)
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +96,13 @@ class Ram:
         """Another budget, from now on; what is over it leaves."""
         with self._lock:
             self._budget = budget
+            gone = self._shrink()
+        self._tell(gone)
+
+    def lend(self, nbytes: int) -> None:
+        """Do without so many bytes of the budget until the next call; what is over the rest leaves."""
+        with self._lock:
+            self._lent = max(0, nbytes)
             gone = self._shrink()
         self._tell(gone)
 
@@ -190,7 +204,7 @@ class Ram:
 
     def _shrink(self) -> list[tuple[bytes, str]]:
         gone: list[tuple[bytes, str]] = []
-        excess = self._bytes - self._budget
+        excess = self._bytes - self.budget
         for (key, kind), size in self._recent.items() if excess > 0 else ():
             if not self._held[key].pins:
                 gone.append((key, kind))

@@ -27,8 +27,15 @@ from .tensors import HOST_DTYPE, TensorSpec
 FORMAT = "mlxkv-record"
 _ZERO = "0" * 32
 _MAX_HEADER = 64 << 20
+#: most headers are read with one call
+_FIRST_READ = 8192
+_MAX_GAP = 16384  # of padding, which begins a big tensor on a page
 _IOV = 1024
 _MAX_READ = 1 << 30
+
+
+#: name -> (safetensors dtype, C-contiguous host array)
+HostArrays = dict[str, tuple[str, np.ndarray]]
 
 
 class RecordError(Exception):
@@ -47,6 +54,14 @@ class ShortRecord(RecordError):
 class LongRecord(RecordError):
     """The file is longer than its header says: not used, but kept."""
 
+    action = "keep"
+
+
+class NewerRecord(RecordError):
+    """A record of a schema that a later version of mlxkv wrote: not used, and left to that version. Every schema keeps
+    ``format``, ``schema`` and ``header_xxh3``, so that a damaged number is not taken for one."""
+
+    reason = "other_layout"
     action = "keep"
 
 
@@ -78,7 +93,8 @@ class Meta:
 
     Rows and windows cover [row_start, end); ``base`` is the key of the entry that covers [start, row_start), if that is
     not empty. A state stands at exactly ``end``. ``tokens`` are the ids of [start, end). ``role`` is what the place is
-    (``policy.ROLES``), '' in records of before there were roles.
+    (``policy.ROLES``), '' in records of before there were roles. ``store_bits``: what the layout has rows quantised
+    to, 0 for none.
     """
 
     kind: str
@@ -98,6 +114,7 @@ class Meta:
     software: str = ""
     answer: str = ""
     role: str = ""
+    store_bits: int = 0
 
     def strings(self) -> dict[str, str]:
         return {
@@ -120,11 +137,15 @@ class Meta:
             "software": self.software,
             "answer": self.answer,
             "role": self.role,
+            **({"store_bits": str(self.store_bits)} if self.store_bits else {}),
         }
 
     @classmethod
     def parse(cls, s: dict[str, str]) -> Meta:
         if s.get("format") != FORMAT or s.get("schema") != str(SCHEMA):
+            number = s.get("schema", "")
+            if s.get("format") == FORMAT and number.isascii() and number.isdecimal() and int(number) > SCHEMA:
+                raise NewerRecord(f"a record of schema {number[:20]}; this version of mlxkv knows {SCHEMA}")
             raise RecordError(f"not a record of schema {SCHEMA}")
         return cls(
             kind=s["kind"],
@@ -144,6 +165,7 @@ class Meta:
             software=s["software"],
             answer=s["answer"],
             role=s.get("role", ""),
+            store_bits=int(s.get("store_bits", "0")),
         )
 
     def consistent(self) -> bool:
@@ -188,12 +210,12 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 def encode(meta: Meta, body: Body) -> tuple[bytes, list[bytes | memoryview]]:
     """Header (with its length prefix and padding) and data parts, in file order."""
-    align = 16384 if any(a.nbytes >= 1 << 20 for _, a in body.arrays.values()) else 64
+    align = _MAX_GAP if any(a.nbytes >= 1 << 20 for _, a in body.arrays.values()) else 64
     header: dict[str, Any] = {}
     parts: list[bytes | memoryview] = []
     offset = 0
     for name, (dtype, array) in body.arrays.items():
-        step = 16384 if array.nbytes >= 1 << 20 else 64
+        step = _MAX_GAP if array.nbytes >= 1 << 20 else 64
         if gap := -offset % step:
             header[f"__pad{len(parts)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [offset, offset + gap]}
             parts.append(bytes(gap))
@@ -250,15 +272,18 @@ def _write_all(fd: int, data: bytes | memoryview) -> int:
 class Reader:
     """An open record whose header has been verified. Use as a context manager."""
 
-    path: Path
+    path: Path | str
     fd: int
     meta: Meta
     sums: dict[str, str]
     data_start: int
+    size: int  # of the file, bytes
     tensors: dict[str, tuple[str, tuple[int, ...], int, int]] = field(default_factory=dict)
+    #: where a tensor begins -> bytes of padding before it
+    gaps: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path) -> Reader:
+    def open(cls, path: Path | str) -> Reader:
         """Raises RecordError or one of its kinds."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
@@ -273,20 +298,22 @@ class Reader:
             raise
 
     @classmethod
-    def _verified(cls, path: Path, fd: int) -> Reader:
+    def _verified(cls, path: Path | str, fd: int) -> Reader:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise UnreadableRecord("not a regular file")
         size = info.st_size
-        head = _read_exactly(fd, 8, 0) if size >= 8 else b""
-        if len(head) < 8:
+        begin = _read_exactly(fd, min(size, _FIRST_READ), 0) if size >= 8 else b""
+        if len(begin) < 8:
             raise ShortRecord(f"{size} bytes")
-        (length,) = struct.unpack("<Q", head)
+        (length,) = struct.unpack_from("<Q", begin)
         if length > _MAX_HEADER:
             raise RecordError(f"a header of {length} bytes")
         if size < 8 + length:
             raise ShortRecord(f"{size} bytes, the header alone needs {8 + length}")
-        text = _read_exactly(fd, length, 8)
+        text = begin[8 : 8 + length]
+        if len(text) < length:
+            text += _read_exactly(fd, length - len(text), len(begin))
         try:
             header = json.loads(text)
             strings: dict[str, str] = header.pop("__metadata__")
@@ -301,6 +328,8 @@ class Reader:
                 for name, t in header.items()
                 if not name.startswith("__pad")
             }
+            pads = [t["data_offsets"] for name, t in header.items() if name.startswith("__pad")]
+            gaps = {b: b - a for a, b in pads if 0 <= b - a <= _MAX_GAP}
             end = max((t["data_offsets"][1] for t in header.values()), default=0)
             if not meta.consistent():
                 raise RecordError("key, tokens and span do not fit each other")
@@ -312,7 +341,7 @@ class Reader:
             raise
         except Exception as e:  # a file may hold anything: nesting, numbers and names without bound
             raise RecordError(f"the header cannot be read: {e!r}") from e
-        return cls(path, fd, meta, sums, 8 + length, tensors)
+        return cls(path, fd, meta, sums, 8 + length, size, tensors, gaps)
 
     def require(self, specs: Sequence[TensorSpec], rows: int) -> None:
         """Raises RecordError unless exactly these tensors are there, with these shapes and dtypes."""
@@ -322,7 +351,8 @@ class Reader:
             raise RecordError("tensors, shapes or dtypes are not those of the layout")
 
     def read_into(self, name: str, views: Sequence[memoryview]) -> None:
-        """Fill writable byte views, in order, with one tensor; its checksum is compared afterwards.
+        """Fill writable byte views, in order, with one tensor. Its checksum is compared afterwards, and the padding
+        before it must be empty: a flip anywhere in a record shows.
 
         Raises RecordError on a wrong checksum, ShortRecord on an early end, UnreadableRecord on an I/O error. The
         views' content is undefined then.
@@ -330,9 +360,12 @@ class Reader:
         _, _, a, b = self.tensors[name]
         if sum(len(v) for v in views) != b - a:
             raise RecordError(f"tensor {name} has {b - a} bytes")
-        _read_scattered(self.fd, list(views), self.data_start + a)
+        gap = bytearray(self.gaps.get(a, 0))
+        _read_scattered(self.fd, [memoryview(gap), *views], self.data_start + a - len(gap))
         if checksum(views) != self.sums.get(name):
             raise RecordError(f"tensor {name} has a wrong checksum")
+        if gap.strip(b"\0"):
+            raise RecordError(f"the padding before tensor {name} is not empty")
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as a fresh host array (bfloat16 as uint16), verified."""
@@ -350,6 +383,17 @@ class Reader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def is_newer(path: Path | str) -> bool:
+    """Whether a file is a record that a later version of mlxkv wrote."""
+    try:
+        Reader.open(path).close()
+    except NewerRecord:
+        return True
+    except RecordError:
+        pass
+    return False
 
 
 def _read_exactly(fd: int, n: int, offset: int) -> bytes:

@@ -24,13 +24,12 @@ from .keys import Identity, KeySpace, answer_digest
 from .layout import Layout, tensor_name
 from .planner import Plan
 from .ram import Draft
-from .record import Body, Meta
+from .record import Body, HostArrays, Meta
 from .state import Member, PositionError, SequenceState
 from .tiers import Handover
 
 log = logging.getLogger("mlxkv.cache")
 
-HostArrays = dict[str, tuple[str, np.ndarray]]
 #: a group is handed over once this many bytes are confirmed; with the rows that are not cut yet this stays well below
 #: the 64 MB that storing may take beyond the queue
 GROUP_BYTES = 32 << 20
@@ -78,7 +77,7 @@ class Recorder:
     #: tokens whose records were handed to the writer
     stored_tokens: int = 0
     # the block being filled hangs on _parent, the block before it on _before; rows up to _written are in entries,
-    # rows up to _flushed are on the host; _base is the leaf that ends at _written
+    # rows up to _flushed are on the host; _base has the rows before _written
     _parent: bytes = b""
     _before: bytes | None = None
     _base: bytes | None = None
@@ -93,8 +92,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self._parent = self.plan.parent or self.space.root
         self._base = self.plan.base.key if self.plan.base else None
-        self._written = self.plan.base.end if self.plan.base else self._block_start(self.plan.position)
-        self._flushed = self._written
+        self._written = self._flushed = self.plan.position  # what was restored is stored, in ``plan.base`` or before it
 
     def _block_start(self, position: int) -> int:
         return position // self.space.block * self.space.block
@@ -260,6 +258,7 @@ class Recorder:
             software=self.software,
             answer=note,
             role=role if state is not None else "",
+            store_bits=self.layout.store_bits or 0,
         )
         needs = tuple(k for k in (parent, base) if k is not None)
         if not rows:
@@ -279,7 +278,8 @@ class Recorder:
     def _capture(
         self, kinds: tuple[str, ...], read: Callable[[Member], dict[str, mx.array]], rows: int
     ) -> HostArrays | None:
-        """Private host copies, taken after a barrier, of what ``read`` gives for the members of these record kinds.
+        """Private host copies, taken after a barrier, of what ``read`` gives for the members of these record kinds,
+        in the form that is stored.
 
         None if a member does not hold yet what the layout says (a slot that fills with the first tokens, a head before
         its second): there is nothing to resume from. None too, and nothing more is recorded, if a value is not finite.
@@ -293,10 +293,21 @@ class Recorder:
         if not self.layout.fits(kinds, lazy, rows):
             return None
         finite = [mx.isfinite(a).all() for a in lazy.values() if mx.issubdtype(a.dtype, mx.floating)]
+        for name, packing in self.layout.packings.items():
+            if name in lazy:
+                parts = packing.pack(name, lazy.pop(name))
+                # what a restore makes of them: in float16 a wide group can run over
+                finite.append(mx.isfinite(packing.unpack(name, parts)).all())
+                lazy |= parts
         mx.eval(list(lazy.values()), finite)
         self.barrier()
         if not all(f.item() for f in finite):
-            log.warning("the model's state at token %d holds NaN or infinity: nothing is stored", self.state.position)
+            quantised = ", or does once it is quantised" if self.layout.packings else ""
+            log.warning(
+                "the model's state at token %d holds NaN or infinity%s: nothing is stored",
+                self.state.position,
+                quantised,
+            )
             self.drop()
             return None
         return {name: private_copy(a) for name, a in lazy.items()}

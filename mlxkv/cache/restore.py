@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -14,10 +14,12 @@ from .index import Entry
 from .keys import KeySpace, unpack
 from .layout import Layout, MemberSpec, tensor_name
 from .member import PositionError
+from .packing import PARTS, finite
 from .planner import Piece, Plan
 from .ram import Draft, Ram, RamReader
 from .record import Body, Meta, OtherRows, Reader, RecordError
 from .state import SequenceState
+from .tensors import TensorSpec
 
 
 class RestoreFailed(Exception):
@@ -31,12 +33,15 @@ class RestoreFailed(Exception):
 class Restorer:
     """Reads for one plan into destinations that belong to nobody else yet: from RAM what is there, else from disk.
 
-    What was read from disk is kept in RAM, as far as its budget goes. ``used`` are the tiers that were read.
+    What was read from disk is kept in RAM, as far as its budget goes. ``used`` are the tiers that were read. A file may
+    hold more rows than the index says: others were merged into it.
     """
 
     def __init__(self, folder: CacheFolder, ram: Ram, space: KeySpace, layout: Layout, tokens: list[int]) -> None:
         self.folder, self.ram, self.space, self.layout, self.tokens = folder, ram, space, layout, tokens
         self.used: set[str] = set()
+        #: entries whose files hold more rows than the index says
+        self.other: dict[bytes, Entry] = {}
         self._promoted = 0
 
     def run(self, plan: Plan, state: SequenceState, capacity: int) -> int:
@@ -51,6 +56,9 @@ class Restorer:
             read += self._rows(plan, max([capacity, *(p.end for p in plan.pieces)]), arrays)
         if "window" in self.layout.kinds:
             read += self._windows(plan, arrays)
+        for name, packing in self.layout.packings.items():
+            stored = {part: arrays.pop(part) for part in (f"{name}.{p}" for p in PARTS)}
+            arrays[name] = packing.unpack(name, stored)
         mx.eval(list(arrays.values()))
         members = state.members or []
         for member, spec in zip(members, self.layout.members, strict=True):
@@ -63,26 +71,28 @@ class Restorer:
         return read
 
     @contextmanager
-    def _open(self, entry: Entry, kind: str, position: int) -> Iterator[Reader | RamReader]:
-        """Open and compare with the chain: the record must be exactly what the plan says. Raises RestoreFailed, also
-        for a RecordError of the caller."""
-        tier = "ram"
+    def _open(self, piece: Piece, kind: str) -> Iterator[Reader | RamReader]:
+        """Open and compare with the chain: the record must be what the plan says. Raises RestoreFailed, also for a
+        RecordError of the caller."""
+        entry, tier = piece.entry, "ram"
         try:
             reader: Reader | RamReader | None = self.ram.open(entry.key, kind)
-            if reader is not None and kind != "state":
-                # held for another cut of the same rows than the plan's: the plan means the one on disk
-                reader = reader if (reader.meta.row_start, reader.meta.base) == (entry.row_start, entry.base) else None
+            if reader is not None and kind != "state" and reader.meta.row_start > piece.start:
+                reader = None  # held for another cut of the same rows than the plan's: the plan means the one on disk
             if reader is None:
                 tier = "ssd"
                 reader = Reader.open(self.folder.file(entry.key, kind))
             with reader:
-                self._compare(reader.meta, entry, kind, position)
+                self._compare(reader.meta, piece, kind)
+                if tier == "ssd" and kind != "state" and reader.meta.row_start != entry.row_start:
+                    self.other[entry.key] = entry
                 yield reader
         except RecordError as e:
             raise RestoreFailed(entry, kind, e, tier) from e
         self.used.add(tier)
 
-    def _compare(self, m: Meta, entry: Entry, kind: str, position: int) -> None:
+    def _compare(self, m: Meta, piece: Piece, kind: str) -> None:
+        entry = piece.entry
         expected = (
             (m.kind, m.key, m.root, m.parent) == (kind, entry.key, self.space.root, entry.parent)
             and (m.start, m.end, m.block, m.layout) == (entry.start, entry.end, self.space.block, self.layout.digest)
@@ -90,11 +100,11 @@ class Restorer:
         )
         if not expected:
             raise RecordError("the file holds another record than its name says")
-        mine = self.tokens[m.start : min(m.end, position)]
-        if list(m.tokens[: len(mine)]) != mine:  # the prompt, not the index, has the last word on tokens
+        mine = self.tokens[m.start : piece.end]
+        if list(m.tokens[: piece.end - m.start]) != mine:  # the prompt, not the index, has the last word on tokens
             raise RecordError("the record's tokens are not the prompt's")
-        if kind != "state" and (m.row_start, m.base) != (entry.row_start, entry.base):
-            raise OtherRows(f"its rows start at {m.row_start}, not {entry.row_start}")
+        if kind != "state" and m.row_start > piece.start:
+            raise OtherRows(f"its rows start at {m.row_start}, not {piece.start}")
 
     def _promote(self, reader: Reader | RamReader, arrays: Callable[[], dict[str, np.ndarray]]) -> None:
         """Keep a record that was read whole and verified from disk. ``arrays`` makes host arrays that nobody else
@@ -111,15 +121,26 @@ class Restorer:
     def _rows(self, plan: Plan, capacity: int, arrays: dict[str, mx.array]) -> int:
         specs = self.layout.tensors("rows")
         into = {t.name: Destination(t.sized(capacity), t.dtype) for t in specs}
+        factors = [t for name in self.layout.packings for t in specs if t.name in (f"{name}.scales", f"{name}.biases")]
         read = 0
         for piece in plan.pieces:
             a, b = piece.start, piece.end
-            with self._open(piece.entry, "rows", plan.position) as reader:
-                reader.require(specs, b - a)
-                for t in specs:
-                    reader.read_into(t.name, into[t.name].row_views(a, b))
-                    read += t.nbytes(b - a)
-                self._promote(reader, lambda a=a, b=b: {name: d.copy_rows(a, b) for name, d in into.items()})
+            with self._open(piece, "rows") as reader:
+                held = range(reader.meta.row_start, reader.meta.end)
+                reader.require(specs, len(held))
+                read += sum(t.nbytes(len(held)) for t in specs)
+                if held == range(a, b):
+                    for t in specs:
+                        reader.read_into(t.name, into[t.name].row_views(a, b))
+                    _require_finite({t.name: into[t.name].rows(a, b) for t in factors}, factors)
+                    self._promote(reader, lambda a=a, b=b: {name: d.copy_rows(a, b) for name, d in into.items()})
+                    continue
+                # a part of them: all are read and verified in memory of their own
+                whole = {t.name: reader.read(t.name) for t in specs}
+                _require_finite(whole, factors)
+                for name, rows in whole.items():
+                    into[name].put_rows(a, rows[:, :, a - held.start : b - held.start])
+                self._promote(reader, lambda whole=whole: whole)
         arrays.update({name: d.release() for name, d in into.items()})
         return read
 
@@ -127,21 +148,22 @@ class Restorer:
         position = plan.position
         specs = self.layout.tensors("window")
         members = [m for m in self.layout.members if m.record == "window"]
-        parts: list[tuple[Piece, dict[str, np.ndarray]]] = []
+        parts: list[tuple[Piece, int, dict[str, np.ndarray]]] = []  # the second: position of the first row
         read = 0
         for piece in plan.pieces:
             if not any(_needed(m, piece, position) for m in members):
                 continue
-            with self._open(piece.entry, "window", position) as reader:
-                reader.require(specs, piece.end - piece.start)
-                parts.append((piece, {t.name: reader.read(t.name) for t in specs}))
-                read += sum(t.nbytes(piece.end - piece.start) for t in specs)
-                self._promote(reader, lambda: parts[-1][1])  # only read from here on
+            with self._open(piece, "window") as reader:
+                first = reader.meta.row_start
+                reader.require(specs, reader.meta.end - first)
+                parts.append((piece, first, {t.name: reader.read(t.name) for t in specs}))
+                read += sum(t.nbytes(reader.meta.end - first) for t in specs)
+                self._promote(reader, lambda: parts[-1][2])  # only read from here on
         for member in members:
             for t in member.tensors:
                 rows = [
-                    data[t.name][:, :, a - piece.start : b - piece.start]
-                    for piece, data in parts
+                    data[t.name][:, :, a - first : b - first]
+                    for piece, first, data in parts
                     for a, b in _needed(member, piece, position)
                 ]
                 arrays[t.name] = from_host(np.ascontiguousarray(np.concatenate(rows, axis=2)), t.dtype)
@@ -154,13 +176,19 @@ class Restorer:
         if entry.end != position:
             raise PositionError(f"A state of position {entry.end} was planned for position {position}.")
         into = {t.name: Destination(t.shape, t.dtype) for t in specs}
-        with self._open(entry, "state", position) as reader:
+        with self._open(Piece(entry, position, position), "state") as reader:
             reader.require(specs, 0)
             for t in specs:
                 reader.read_into(t.name, into[t.name].views())
             self._promote(reader, lambda: {name: d.copy() for name, d in into.items()})
         arrays.update({name: d.release() for name, d in into.items()})
         return sum(t.nbytes(0) for t in specs)
+
+
+def _require_finite(arrays: Mapping[str, np.ndarray], factors: list[TensorSpec]) -> None:
+    """Raises RecordError if a scale or bias of quantised rows is no number."""
+    if not all(finite(arrays[t.name], t.dtype) for t in factors):
+        raise RecordError("a scale or bias is not finite")
 
 
 def _needed(member: MemberSpec, piece: Piece, position: int) -> list[tuple[int, int]]:

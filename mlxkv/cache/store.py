@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import ConfigError
-from .folder import CacheFolder, FolderRefused, adopt
+from .adoption import AT_ONCE, Adopter, Progress
+from .folder import NONSENSE, CacheFolder, FolderRefused, adopt, link, only_writing_failed
+from .index import Entry, Index, damaged
 from .inspect import stats as stats  # part of the store's interface
 from .keeper import Keeper
 from .keys import Identity, KeySpace, answer_digest, pack, root_key, unpack
@@ -18,7 +22,8 @@ from .layout import Layout
 from .ledger import SHARE, Ledger, default_budget, minimum
 from .lock import FolderLock, LockRefused
 from .lookup import Lookup
-from .opening import Progress, open_index
+from .merging import Merger
+from .opening import open_index
 from .planner import Plan, Planner
 from .policy import Policy
 from .ram import Ram
@@ -27,6 +32,7 @@ from .recorder import Recorder
 from .restore import RestoreFailed, Restorer
 from .state import SequenceState
 from .tiers import Handover, View
+from .wanted import take_in_prompt
 from .writer import Writer
 
 log = logging.getLogger("mlxkv.cache")
@@ -34,6 +40,8 @@ log = logging.getLogger("mlxkv.cache")
 BLOCK = 256
 #: how long closing may go on writing what waits, seconds
 CLOSE_WITHIN = 10.0
+#: seconds between attempts to open a folder again that was removed or replaced under way
+REOPEN = 30.0
 #: how long the engine waits to note a use while another process writes the index, seconds
 INDEX_WAIT = 0.5
 
@@ -46,8 +54,11 @@ class PrefixStore:
     ``share`` is the part of it that one model may have when space is short and others have entries. ``queue_limit``
     bounds bytes waiting to be written, ``disk_floor`` the bytes of free disk below which nothing is written,
     ``ram_budget`` the bytes of records kept in RAM (0: none, and tips are written at once). ``policy`` says which
-    states are kept and how much is written a day. ``progress`` is told (records done, of how many) while the index is
-    built again. Raises FolderRefused, and ConfigError for a budget in which nothing would fit.
+    states are kept and how much is written a day. ``store_bits`` (4 or 8) has rows stored quantised, under keys of
+    their own; None: as the layout says, which is exact for one that was probed. ``progress`` is told (records done,
+    of how many) while the index is built again. ``at_once``: so many files that the index does not know are taken into
+    it now; the others when they are asked for, and ``behind`` (``adoption``). Raises FolderRefused, and ConfigError for
+    a budget in which nothing would fit.
     """
 
     def __init__(
@@ -62,11 +73,17 @@ class PrefixStore:
         queue_limit: int = 2 << 30,
         disk_floor: int = 256 << 20,
         ram_budget: int = 0,
+        store_bits: int | None = None,
         policy: Policy | None = None,
         allow_unprotected: bool = False,
         software: str = "",
         progress: Progress | None = None,
+        at_once: int = AT_ONCE,
+        behind: bool = True,
     ) -> None:
+        if store_bits is not None:
+            layout = layout.packed(store_bits)
+            identity = replace(identity, layout=layout.digest)
         self.folder = CacheFolder(folder)
         self.identity, self.layout, self.block, self.software = identity, layout, block, software
         least = minimum(layout, block)
@@ -76,9 +93,11 @@ class PrefixStore:
                 f"{least:,}.",
                 f"Give --cache-budget at least {-(-least // 10**6)}MB, or --no-cache.",
             )
-        self.folder.prepare(allow_unprotected=allow_unprotected)
-        self._open(budget, least, progress)
         self.faults: dict[str, int] = {}
+        self._wanted, self._least, self._allow_unprotected = budget, least, allow_unprotected
+        self._at_once, self._behind = at_once, behind
+        self._open(progress)
+        self._again = float("-inf")
         self._spaces: dict[str, KeySpace] = {}
         self._pinned: frozenset[bytes] = frozenset()
         self.ram = Ram(ram_budget, lambda key, kind: self.writer.evicted(key, kind))
@@ -90,67 +109,140 @@ class PrefixStore:
             lambda index, root: Planner(index, KeySpace(root, block), layout),
             ram=self.ram,
             keeper=Keeper(self.folder, layout, self.ram, policy),
-            store=self.ledger.store,
+            store=self._store_id(),
+            stopped=self._stopped(),
             pinned=lambda: self._pinned,
             share=share,
             limit=queue_limit,
             floor=disk_floor,
             idle_s=policy.idle_s,
             name="mlxkv-writer",
+            merger=lambda commit, interrupted: Merger(
+                self.folder,
+                commit,
+                lambda root: Planner(commit.index, KeySpace(root, block), layout),
+                layout,
+                block,
+                self.ram,
+                daily=policy.daily,
+                pinned=lambda: self._pinned,
+                interrupted=interrupted,
+            ),
             busy=self._busy,
         )
+        self.adopter = self._adopt_behind()
+        self._count_unseen()
 
     def _busy(self) -> bool:
         """A request that may store something is running."""
         running = self._running()
         return running is not None and not running.done
 
-    def _open(self, budget: int | None, least: int, progress: Progress | None) -> None:
-        """Lock the folder, bring its index in step, take part in its ledger, and evict what is over the budget."""
+    def _count_unseen(self) -> None:
+        """Count folders of records that could not be listed; opening the index has said which."""
+        for begin, error in self.folder.unseen.items():
+            self.writer.counters.fault("open", f"{self.folder.records / begin}: {error.strerror or error}")
+
+    def _adopt_behind(self) -> Adopter | None:
+        return Adopter(self.folder, self._busy) if self._behind and self.index.any_waiting() else None
+
+    def _store_id(self) -> int:
+        """The store's id in the ledger."""
+        return self.ledger.store
+
+    def _stopped(self) -> str:
+        """Why nothing can be written from the start, or ''."""
+        return ""
+
+    def _open(self, progress: Progress | None = None) -> None:
+        """Lock the folder, bring its index in step, take part in its ledger, and evict what is over the budget. Raises
+        FolderRefused; nothing is changed in this object then."""
+        self.folder.prepare(allow_unprotected=self._allow_unprotected)
         path = self.folder.path
         try:
-            self._lock = FolderLock(path)
+            lock = FolderLock(path)
         except (LockRefused, OSError) as e:
-            raise FolderRefused(f"The cache folder {path} cannot be locked: {e}. Choose another --cache-dir.") from e
+            why = f"The cache folder {path} cannot be locked: {e}. Choose another --cache-dir."
+            raise FolderRefused(why, readable=only_writing_failed(e)) from e
         try:
             self.folder.clear_leftovers()
-
-            def allowed() -> int:
-                return default_budget(path, self.folder.size()) if budget is None else budget
-
-            self.index = open_index(self.folder, self._lock, budget=allowed, progress=progress)
             try:
-                self.budget = default_budget(path, self.index.charge()) if budget is None else budget
-                if self.budget < least:
-                    raise FolderRefused(
-                        f"The disk of {path} is too full: a tenth of what is free is {self.budget:,} bytes, and "
-                        f"{least:,} are needed. Free some space, or say with --cache-budget how much may be used."
-                    )
-                self.folder.quarantine_limit = min(self.folder.quarantine_limit, self.budget // 8)
-                self.ledger = Ledger.join(self.index, self.folder, self.budget)
-                self._enforce(least)
-                self._lock.share()
-                self.index.wait_at_most(INDEX_WAIT)
-            except BaseException:
-                self.index.close()
-                raise
+                index, ledger, mine = self._join(lock, progress)
+            except (sqlite3.DatabaseError, *NONSENSE) as e:  # what the ledger and eviction look at shows it later
+                if not self.folder.suspect(damaged(str(e)) if isinstance(e, NONSENSE) else e):
+                    raise
+                index, ledger, mine = self._join(lock, progress)
         except (OSError, sqlite3.Error, LockRefused) as e:
-            self._lock.close()
-            raise FolderRefused(f"The index of {path} cannot be opened: {e}.") from e
+            lock.close()
+            readable = only_writing_failed(e)
+            raise FolderRefused(f"The index of {path} cannot be opened: {e}.", readable=readable) from e
         except BaseException:
-            self._lock.close()
+            lock.close()
             raise
+        self._lock, self.index, self.ledger, self.budget = lock, index, ledger, mine
 
-    def _enforce(self, least: int) -> None:
-        self.ledger.reclaim()
-        budget = self.index.budget() or self.budget
-        for _ in range(4):
-            if (over := self.index.charge() - budget) <= 0:
-                return
-            if not self.ledger.make_room(over).bytes:
-                break
-        if (over := self.index.charge() - budget) > 0:
+    def _join(self, lock: FolderLock, progress: Progress | None) -> tuple[Index, Ledger, int]:
+        """Open the index, take part in the ledger and bring the folder down to its budget; returns index, ledger and
+        that budget, bytes. Raises sqlite3.Error, FolderRefused; the index is closed then."""
+        path, least = self.folder.path, self._least
+
+        def allowed(size: int) -> int:
+            return default_budget(path, size) if self._wanted is None else self._wanted
+
+        index = open_index(self.folder, lock, budget=allowed, progress=progress, at_once=self._at_once)
+        try:
+            mine = allowed(index.charge())
+            if mine < least:
+                raise FolderRefused(
+                    f"The disk of {path} is too full: a tenth of what is free is {mine:,} bytes, and "
+                    f"{least:,} are needed. Free some space, or say with --cache-budget how much may be used."
+                )
+            self.folder.quarantine_limit = min(self.folder.quarantine_limit, mine // 8)
+            ledger = Ledger.join(index, self.folder, mine)
+            self._enforce(ledger, mine)
+            lock.share()
+            index.wait_at_most(INDEX_WAIT)
+        except BaseException:
+            index.close()
+            raise
+        return index, ledger, mine
+
+    def _renew(self) -> None:
+        """If the folder, its lock or its index was removed or replaced under way, open it again. Called where no record
+        is being read: nothing of this store is in the old one then but groups that the writer has given up. Where
+        that fails, nothing is written until the next attempt."""
+        lost = self.writer.lost or self.index.replaced() or self._lock.lost()
+        if not lost or time.monotonic() < self._again or not self.writer.pause(INDEX_WAIT):
+            return
+        if self.adopter is not None and not self.adopter.close(INDEX_WAIT):
+            return
+        self._again = time.monotonic() + REOPEN
+        with contextlib.suppress(Exception):  # where the index is still the one that was opened
             self.ledger.leave()
+        self._lock.close()  # or a folder that must be had alone would be refused to ourselves
+        old = self.index
+        try:
+            self._open()
+        except FolderRefused as e:
+            log.warning("the prefix store writes nothing: %s It is tried again later.", e)
+            return
+        old.close()
+        self.view.index = self.index
+        self.writer.renew(self.ledger.store)
+        self.adopter = self._adopt_behind()
+        self._count_unseen()
+        log.warning("the cache folder %s was removed or replaced under way: it was opened again", self.folder.path)
+
+    def _enforce(self, ledger: Ledger, mine: int) -> None:
+        ledger.reclaim()
+        budget = ledger.index.budget() or mine
+        for _ in range(4):
+            if (over := ledger.index.charge() - budget) <= 0:
+                return
+            if not ledger.make_room(over).bytes:
+                break
+        if (over := ledger.index.charge() - budget) > 0:
+            ledger.leave()
             raise FolderRefused(
                 f"Files that are not the store's, or the index, take up the cache budget of {budget:,} bytes in "
                 f"{self.folder.path}: {over:,} too many. Remove them, or raise --cache-budget."
@@ -165,21 +257,45 @@ class PrefixStore:
 
     def lookup(self, tokens: list[int], salt: str = "") -> Plan:
         """The plan that covers most of ``tokens`` but the last, from what RAM and disk hold together."""
+        self._renew()
         space = self.space(salt)
         limit = len(tokens) - 1
         self.view.error = None
         try:
-            plan = Planner(self.view, space, self.layout).plan(tokens, limit)
+            planner = Planner(self.view, space, self.layout)
+            known = self._take_in(planner, tokens, limit)
+            plan = planner.plan(tokens, limit)
             if self.view.error is not None:  # what RAM holds is still good
                 self.folder.suspect(self.view.error)
                 reason = self._fault("io_error", f"the index: {self.view.error}")
                 plan.reason = reason if plan.position < limit else None
             elif plan.reason == "empty" and plan.position == 0:
                 plan.reason = self._elsewhere(space, tokens, salt) or "empty"
+            if not known and plan.reason in ("empty", "different_tokens", "no_state"):
+                plan.reason = "pending"
             return plan
         except Exception as e:  # whatever an index may hold: a miss, never the request's failure
             self.folder.suspect(e)
             return Plan(parent=space.root, reason=self._fault("io_error", f"the index: {e}"))
+
+    def _take_in(self, planner: Planner, tokens: list[int], limit: int) -> bool:
+        """Take into the index what waits of a prompt. False if something may be stored that no look-up can find yet."""
+        try:
+            if not self.index.any_waiting():
+                return True
+            found = take_in_prompt(
+                self.folder,
+                self.view,
+                planner.space,
+                tokens,
+                lambda: planner.plan(tokens, limit).position,
+                self.layout.row_kinds,
+            )
+        except (sqlite3.Error, OSError) as e:  # another process writes: what waits is a miss
+            self.folder.suspect(e)
+            return False
+        # who shares the first tokens of a block only cannot be asked for
+        return found and not self.layout.growing_only
 
     def restore(
         self, plan: Plan, tokens: list[int], new_state: Callable[[], SequenceState], capacity: int, salt: str = ""
@@ -201,14 +317,16 @@ class PrefixStore:
                 return Plan(parent=space.root)
 
         while plan.position > 0:
-            state = new_state()
             self._pinned = frozenset(p.entry.key for p in plan.pieces)
             self.ram.touch([*([plan.state.key] if plan.state else []), *(p.entry.key for p in reversed(plan.pieces))])
+            state = new_state()  # which may take memory of the RAM tier's: not of what is read now, if it can be
             restorer = Restorer(self.folder, self.ram, space, self.layout, tokens)
             try:
                 restorer.run(plan, state, capacity)
             except RestoreFailed as e:
-                if isinstance(e.error, OtherRows) and (e.entry.key, e.kind) not in adopted and self._adopt(e):
+                first = (e.entry.key, e.kind) not in adopted
+                other = isinstance(e.error, OtherRows) and first and self._adopt(e.entry, e.kind)
+                if other or (first and self._merged(e)):
                     adopted.add((e.entry.key, e.kind))
                     plan = again()
                     continue
@@ -219,8 +337,8 @@ class PrefixStore:
                     failure = failure or (e.error.reason if plan.position < limit else None)
                     continue
                 # rows without their state: said as a look-up after a restart would say it
-                rows = self.folder.file(e.entry.key, "rows")
-                gone = e.kind == "state" and isinstance(e.error, MissingRecord) and rows.exists()
+                rows = e.entry.row_start == e.entry.end or self.folder.file(e.entry.key, "rows").exists()
+                gone = e.kind == "state" and isinstance(e.error, MissingRecord) and rows
                 failure = failure or ("no_state" if gone else e.error.reason)
                 bad.add((e.entry.key, e.kind))
                 self._discard(e)
@@ -232,7 +350,10 @@ class PrefixStore:
                 continue
             finally:
                 self._pinned = frozenset()
-            self._note_use(plan.pieces[-1].entry.key)  # what the last piece hangs on stays as long as it does
+            for entry in restorer.other.values():
+                self._adopt(entry)
+            # what it hangs on stays as long as it does
+            self._note_use(plan.state.key if plan.state is not None else plan.pieces[-1].entry.key)
             reason = failure or plan.reason if plan.position < limit else None
             source = "ssd" if "ssd" in restorer.used else "ram"
             return state, Lookup(plan.position, source, reason, None if reason is None else plan.position), plan
@@ -263,8 +384,7 @@ class PrefixStore:
 
         def stored(key: bytes) -> tuple[bool, bool]:
             entry = self.view.entry(key)
-            whole = entry is not None and planner.complete(key, self.layout.row_kinds)
-            return (whole, entry is not None and "state" in entry.kinds)
+            return (entry is not None and planner.whole(key), entry is not None and "state" in entry.kinds)
 
         return Recorder(
             state=state,
@@ -307,7 +427,8 @@ class PrefixStore:
 
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
         """Write what waits, tips too, for at most so many seconds; then release the folder."""
-        if not self.writer.close(timeout):
+        adopted = self.adopter is None or self.adopter.close(timeout)
+        if not self.writer.close(timeout) or not adopted:
             # a write that the disk does not answer may still put its files there: what it reserved stays, and the lock
             # with it, until this process ends
             self.index.close()
@@ -336,18 +457,27 @@ class PrefixStore:
         # the nearest miss tells most: the same weights under other numerics, rather than some other model
         return next((r for r in ("other_numerics", "other_layout", "other_model") if r in found), None)
 
-    def _adopt(self, failed: RestoreFailed) -> bool:
-        """Have the index say of an entry's rows what its files say; if they disagree, what the one that failed says."""
-        key = failed.entry.key
-        log.info("the index is corrected: %s", failed)
+    def _adopt(self, entry: Entry, failed: str = "") -> bool:
+        """Have the index say of an entry's rows what its files say; last the one of the kind that ``failed``."""
+        key = entry.key
+        log.info("the index is corrected: the rows of %s start elsewhere than it says", key.hex()[:12])
         try:
             with self.index.transaction(checked=False):  # the files are there, whatever they weigh
-                for kind in sorted(failed.entry.kinds - {"state"}, key=lambda k: k == failed.kind):
+                for kind in sorted(entry.kinds - {"state"}, key=lambda k: k == failed):
                     adopt(self.folder, self.index, key, kind, self.folder.file(key, kind))
                 self.ledger.count()  # what failed is in quarantine now
         except (sqlite3.Error, OSError):
             return False
         return True
+
+    def _merged(self, failed: RestoreFailed) -> bool:
+        """Whether a leaf's rows are gone because they were merged into a block after the plan was made."""
+        if failed.kind == "state" or not isinstance(failed.error, MissingRecord):
+            return False
+        with contextlib.suppress(sqlite3.Error):
+            now = self.index.entry(failed.entry.key)
+            return now is not None and now.row_start == now.end != failed.entry.row_start
+        return False
 
     def _discard(self, failed: RestoreFailed) -> None:
         entry, kind, error = failed.entry, failed.kind, failed.error
@@ -358,6 +488,7 @@ class PrefixStore:
                 if error.action == "adopt":  # files that disagree: this one would be nobody's, and not counted
                     self.folder.remove(entry.key, kind)
                 self.index.drop_record(entry.key, kind)
+                link(self.folder, self.index, entry.key)  # they may have been merged
                 self.ledger.count()
 
     def _fault(self, reason: str, detail: str) -> str:

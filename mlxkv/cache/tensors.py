@@ -8,9 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ConfigError
+
 #: records that hold a span of rows, and all
 ROW_KINDS = ("rows", "window")
 RECORD_KINDS = (*ROW_KINDS, "state")
+
+#: what rows may be quantised to in records
+STORE_BITS = (4, 8)
 
 #: safetensors dtype name -> the numpy dtype with the same bytes (numpy has no bfloat16)
 HOST_DTYPE: dict[str, np.dtype[Any]] = {
@@ -22,6 +27,12 @@ HOST_DTYPE: dict[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
     "I64": np.dtype(np.int64),
 }
+
+
+def check_store_bits(bits: int | None) -> None:
+    """Raises ConfigError for a number of bits that rows cannot be stored in; None is for rows as they are."""
+    if bits is not None and (type(bits) is not int or bits not in STORE_BITS):
+        raise ConfigError(f"store_bits is {bits!r}.", "It must be 4 or 8; leave it out to store rows as they are.")
 
 
 @dataclass(frozen=True)

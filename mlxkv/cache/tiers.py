@@ -53,10 +53,12 @@ class View:
             return None
 
     def _merge(self, disk: Entry | None, held: Entry | None) -> Entry | None:
-        """One entry of both. Rows are cut differently where they were stored twice: one of the two cuts counts."""
+        """One entry of both. Rows are cut differently where they were stored twice, or merged meanwhile: one of the two
+        cuts counts, the one in RAM unless the one on disk has more."""
         if disk is None or held is None:
             return disk or held
-        if held.kinds >= self._rows or (held.row_start, held.base) == (disk.row_start, disk.base):
+        more = disk.kinds >= self._rows and disk.row_start < held.row_start
+        if (held.kinds >= self._rows and not more) or (held.row_start, held.base) == (disk.row_start, disk.base):
             whole, other = held, disk
         else:
             whole, other = disk, held

@@ -2,7 +2,7 @@
 
 A group is stored by ``commit``: reserved, written, made durable, entered. Whatever goes wrong drops the group: that
 costs a later miss, never a wrong hit. Tips are written behind: when they leave RAM, after some idle seconds, or on
-closing, unless the next turn's tip comes first.
+closing, unless the next turn's tip comes first. When nothing else is to be done, the pieces of blocks are merged.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .folder import CacheFolder
 from .index import PAGES_A_ROW, Index, IndexReplaced, OverBudget
 from .keeper import Chain, Keeper
 from .ledger import Ledger
+from .merging import Merger
 from .planner import Planner
 from .ram import Draft, Ram
 from .record import RecordError
@@ -39,10 +40,11 @@ _LASTING_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_REA
 
 @dataclass
 class Job:
-    """A group to be written; with ``chain``, what lies on it is thinned afterwards."""
+    """A group to be written; with ``chain``, what lies on it is thinned afterwards. ``merge``: pieces are merged."""
 
     drafts: list[Draft]
     chain: Chain | None = None
+    merge: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +61,10 @@ class Tip:
 
 class Writer:
     """Owns the thread and its queue. ``limit`` bounds the bytes that wait; beyond it groups are refused, not waited
-    for. ``busy`` says whether a request is running: tips are not written meanwhile. ``store`` is the store's id in the
+    for. ``busy`` says whether a request is running: tips are not written meanwhile, and nothing is merged. ``merger``
+    makes what merges, from a commit and a function that says whether it has to stop. ``store`` is the store's id in the
     ledger, ``pinned`` says what must not be evicted now, ``share`` which part of the budget one model may have when
-    space is short."""
+    space is short. ``stopped``: why nothing can be written from the start, if that is so."""
 
     def __init__(
         self,
@@ -77,11 +80,16 @@ class Writer:
         floor: int,
         idle_s: float,
         name: str,
+        merger: Callable[[Commit, Callable[[], bool]], Merger],
         busy: Callable[[], bool] = lambda: False,
+        stopped: str = "",
     ) -> None:
         self._folder, self._planner, self._limit, self._floor = folder, planner, limit, floor
         self._ram, self._keeper, self._idle_s, self._busy = ram, keeper, idle_s, busy
         self._store, self._pinned, self._share = store, pinned, share
+        self._make_merger = merger
+        self._merger: Merger | None = None
+        self._unmerged = True  # something was written since the last pass, perhaps by the process before
         self._touched: set[bytes] = set()
         self._said_full = float("-inf")
         self._queue: deque[Job] = deque()
@@ -90,7 +98,9 @@ class Writer:
         self._used = time.monotonic()
         self._closing = False
         self._deadline = float("inf")
-        self._stopped_because = ""
+        self._stopped_because = stopped
+        self._lost = False
+        self._renewed = not stopped
         self._wake = threading.Condition()
         self.counters = Counters(skipped=keeper.skipped)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -100,6 +110,23 @@ class Writer:
     def stopped_because(self) -> str:
         """Why nothing is written any more, or ''."""
         return self._stopped_because
+
+    @property
+    def lost(self) -> bool:
+        """Writing has stopped because the folder or its index is not the one that was opened, or cannot be reached:
+        once it was opened again, ``renew`` lets it go on."""
+        return self._lost
+
+    def pause(self, timeout: float) -> bool:
+        """Take nothing more, and give up what waits; True once nothing of it is being written, False on time-out
+        (seconds)."""
+        self._stop(f"{self._folder.path} was removed or replaced while it was in use", lost=True)
+        return self.flush(timeout)
+
+    def renew(self, store: int) -> None:
+        """The folder was opened again, and this is the store's id in its ledger: go on."""
+        with self._wake:
+            self._store, self._renewed, self._lost, self._stopped_because = store, True, False, ""
 
     @property
     def tips(self) -> int:
@@ -136,6 +163,11 @@ class Writer:
             tips, self._tips = list(self._tips.values()), {}
         self._write_tips(tips, None)  # they are in RAM as it is, and RAM is bounded
 
+    def merge(self) -> bool:
+        """Merge the pieces of full blocks as soon as nothing else is to be done, without waiting until the store was
+        idle for long; what comes between ends it. False if nothing is written any more."""
+        return self._enqueue(Job([], merge=True), None)
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was submitted is durable or dropped, tips that wait excepted; False on time-out
         (seconds)."""
@@ -170,7 +202,8 @@ class Writer:
     def touch(self, key: bytes) -> None:
         """Note, when something is written next or on closing, that an entry was used."""
         with self._wake:
-            self._touched.add(key)
+            if not self._stopped_because:
+                self._touched.add(key)
 
     def _pins(self) -> set[bytes]:
         """What must not be evicted now: what is being restored, and what the groups in the queue hang on."""
@@ -192,22 +225,22 @@ class Writer:
                     return self._queue[0]
                 if self._closing:
                     return None
-                idle = self._used + self._idle_s - time.monotonic() if self._tips else None
+                waiting = self._tips or (self._unmerged and not self._stopped_because)
+                idle = self._used + self._idle_s - time.monotonic() if waiting else None
                 if idle is None or idle > 0:
                     self._wake.wait(idle)
                     continue
                 self._used = time.monotonic()
             if not self._busy():
                 self.write_tips()
+                if self._unmerged:
+                    self.merge()
 
     def _run(self) -> None:
-        commit: Commit | None = None
-        try:
-            commit = self._open()
-        except (sqlite3.Error, OSError) as e:
-            self._stop(f"the index cannot be opened ({e})")
+        commit = self._opened(None)
         late = 0
         while (job := self._next()) is not None:
+            commit = self._opened(commit)
             try:
                 if time.monotonic() > self._deadline:
                     late += job.nbytes
@@ -227,12 +260,13 @@ class Writer:
             except IndexReplaced as e:
                 self.counters.dropped_groups += 1
                 self.counters.fault("write", str(e))
-                self._stop(str(e))
+                self._stop(str(e), lost=True)
             except OSError as e:
                 self.counters.dropped_groups += 1
                 self.counters.fault("write", str(e))
                 if e.errno in _LASTING:
-                    self._stop(f"writing to {self._folder.path} failed: {e.strerror or e}")
+                    lost = e.errno == errno.ENOENT  # a folder is gone
+                    self._stop(f"writing to {self._folder.path} failed: {e.strerror or e}", lost=lost)
                 else:
                     log.warning("a group of cache records was not stored: %s", e)
             except (sqlite3.Error, RecordError) as e:
@@ -260,6 +294,22 @@ class Writer:
                 self._note_uses(commit.index)
             commit.index.close()
 
+    def _opened(self, commit: Commit | None) -> Commit | None:
+        """What groups are stored with: opened anew at first, and when the folder was."""
+        with self._wake:
+            renewed, self._renewed = self._renewed, False
+        if not renewed:
+            return commit
+        if commit is not None:
+            commit.index.close()
+        self._keeper.forget()
+        self._merger, self._unmerged = None, True
+        try:
+            return self._open()
+        except (sqlite3.Error, OSError) as e:
+            self._stop(f"the index cannot be opened ({e})", lost=True)
+            return None
+
     def _open(self) -> Commit:
         index = Index(self._folder.path)
         return Commit(
@@ -276,6 +326,10 @@ class Writer:
 
     def _do(self, commit: Commit, job: Job) -> None:
         index, drafts = commit.index, job.drafts
+        if job.merge:
+            self._merge(commit)
+            return
+        self._unmerged = True
         try:
             if drafts:
                 drafts = self._keeper.admit(index, drafts, job.chain, self._planner(index, drafts[0].meta.root))
@@ -288,6 +342,25 @@ class Writer:
         if job.chain is not None:
             self._keeper.clean(index, job.chain, self._pins())
 
+    def _merge(self, commit: Commit) -> None:
+        if self._merger is None:
+            self._merger = self._make_merger(commit, self._interrupted)
+        self._unmerged = False  # what is left over now is left until something is written
+        try:
+            self._unmerged = not self._merger.run()
+        except OSError as e:  # nothing is lost; a group that is to be written will find out whether it lasts
+            self.counters.fault("merge", str(e))
+            log.warning("pieces of blocks were not merged: %s", e)
+        if self._interrupted():
+            self._unmerged = True
+
+    def _interrupted(self) -> bool:
+        """Whether something else than merging is to be done."""
+        with self._wake:
+            if self._closing or self._stopped_because or len(self._queue) > 1:
+                return True
+        return self._busy()
+
     def _note_uses(self, index: Index) -> None:
         with self._wake:
             keys, self._touched = list(self._touched), set()
@@ -296,7 +369,10 @@ class Writer:
             with contextlib.suppress(OverBudget):
                 index.touch(keys[i : i + step])
 
-    def _stop(self, why: str) -> None:
-        if not self._stopped_because:
-            self._stopped_because = why
+    def _stop(self, why: str, *, lost: bool = False) -> None:
+        with self._wake:
+            first = not self._stopped_because
+            self._stopped_because = self._stopped_because or why
+            self._lost = self._lost or lost
+        if first:
             log.warning("the prefix store stops writing: %s. Answers go on; what is stored is still read.", why)

@@ -10,7 +10,8 @@ from .cache_explain import explain
 from .cache_import import import_
 from .cache_remove import prune, rm
 from .cache_show import show
-from .cache_text import ago, choose_model, count, decoder, nothing_yet, size
+from .cache_text import ago, choose_model, count, decoder, nothing_yet, size, take_in_waiting
+from .cache_upgrade import upgrade
 from .cache_verify import verify
 from .options import CACHE_DIR, MODEL, AsJson, Flags, command
 
@@ -38,6 +39,7 @@ def stats(flags: Flags, as_json: AsJson = False) -> None:
     from ..cache.policy import Policy
     from .render import print_json
 
+    take_in_waiting(settings.cache_dir)
     found = count_all(settings.cache_dir)
     if as_json:
         print_json(found)
@@ -45,8 +47,12 @@ def stats(flags: Flags, as_json: AsJson = False) -> None:
     typer.echo(f"{settings.cache_dir}: {_line(found)}")
     for model in found["by_model"]:
         typer.echo(f"  {model['model']}: {_line(model)}")
+    if found["waiting"]:
+        typer.echo(f"  {count(found['waiting'], 'record')} not yet in the index; a run takes them in behind")
     limit = Policy().daily if settings.write_budget is None else settings.write_budget
     typer.echo(f"  written today: {size(found['written_today'])} of at most {size(limit)}")
+    if found["merged_today"]:
+        typer.echo(f"  of that, to merge the pieces of blocks: {size(found['merged_today'])}")
 
 
 def _line(found: dict[str, Any]) -> str:
@@ -86,6 +92,7 @@ def ls(
     from ..cache.catalogue import look
     from .render import print_json
 
+    take_in_waiting(settings.cache_dir)
     most = limit if limit is not None else 0 if as_json else SHOWN
     with look(settings.cache_dir) as index:
         found = _listing(index, settings, flags["model"], everything, most, text) if index else None
@@ -107,7 +114,7 @@ def _listing(
     forest, spaces = Forest(index.items()), index.spaces()
     names = {key: space.model for key, space in spaces.items()}
     wanted = choose_model(model, set(names.values()))
-    items = list(forest.items.values()) if everything else forest.tips()
+    items = list(forest.items.values()) if everything else forest.ends()
     items = [item for item in items if wanted is None or names.get(item.root) == wanted]
     items.sort(key=lambda item: (-item.used, -item.end, item.key))
     shown = []
@@ -155,6 +162,7 @@ def info(flags: Flags, as_json: AsJson = False) -> None:
     from ..cache.inspect import report
     from .render import print_json
 
+    take_in_waiting(settings.cache_dir)
     with look(settings.cache_dir) as index:
         found = report(settings.cache_dir, index)
     if as_json:
@@ -190,6 +198,7 @@ def _print_report(found: dict[str, Any]) -> None:
         typer.echo(f"  {_line(model)}; used {ago(model['used'])}")
         typer.echo(
             f"  weights {model['fingerprint'][:16]}, layout {model['layout'][:16]}, blocks of {model['block']:,}"
+            + (f", rows in {model['store_bits']} bits" if model["store_bits"] else "")
         )
         compute = sorted(model["compute"].items())
         typer.echo("  " + printable(", ".join(f"{name} {value}" for name, value in compute)))
@@ -204,3 +213,4 @@ app.command()(prune)
 app.command()(rm)
 app.command()(explain)
 app.command("import")(import_)
+app.command()(upgrade)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import ENGINE, MODEL, SYSTEM, AsJson, Flags, Messages, PromptTokens, Question, Raw, command
+from .options import ENGINE, MODEL, SALT, SYSTEM, AsJson, Flags, Messages, PromptTokens, Question, Raw, command
 
 if TYPE_CHECKING:
     from ..config import Settings
     from ..decode.explain import Explanation
 
 
-@command(MODEL, SYSTEM, ENGINE)
+@command(MODEL, SYSTEM, ENGINE, SALT)
 def explain(
     flags: Flags,
     prompt: Question = None,
@@ -60,7 +60,8 @@ def _explain(settings: Settings, model: str, asked: dict[str, Any]) -> tuple[Exp
         stored = settings.cache and holds_something(settings.cache_dir)
     except CacheError:
         stored = True  # opening it says what a run says
-    return ask(Options(model=model, **options), Request(**asked, use_cache=settings.cache), stored=stored)
+    request = Request(**asked, salt=settings.cache_salt, use_cache=settings.cache)
+    return ask(Options(model=model, **options), request, stored=stored)
 
 
 def _to_json(found: Explanation, name: str) -> dict[str, Any]:

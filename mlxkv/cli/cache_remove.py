@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ from .cache_text import (
     parse_duration,
     progress,
     size,
+    take_in_waiting,
 )
 from .options import CACHE_DIR, AsJson, Flags, command
 
@@ -68,21 +70,26 @@ def prune(
     def plan(index: Catalogue, with_log: bool = True) -> Pruning:
         return plan_pruning(folder, index, to=target, before=before, model=chosen, with_log=with_log)
 
+    take_in_waiting(path)
     with look(path) as index:
         if index is not None:
             chosen = choose_model(model, {space.model for space in index.spaces().values()})
-        planned = plan(index, with_log=False) if index else Pruning([], [], 0)
+        planned = plan(index, with_log=False) if index else Pruning([], [], [], [], 0)
+
+    def tell(of: Pruning) -> None:
+        report(of.entries, len(of.files), of.bytes, of.kept, of.states)
+
     report = _Report(path, dry_run, as_json, target)
     if dry_run:
-        return report(planned.items, len(planned.files), planned.bytes)
-    nothing = not (planned.files or planned.items)
-    if nothing or not ask(_question(planned.items, planned.files, planned.bytes), yes):
+        return tell(planned)
+    nothing = not (planned.files or planned.units)
+    if nothing or not ask(_question(planned.entries, planned.files, planned.bytes, len(planned.states)), yes):
         return report([])
     with take(path) as index:
         assert index is not None
-        with progress("removing entries") as tell:
-            done = carry_out(folder, index, lambda: plan(index), progress=tell)
-    report(*done)
+        with progress("removing entries", as_bytes=True) as told:
+            done = carry_out(folder, index, lambda: plan(index), progress=told)
+    tell(done)
 
 
 @command(CACHE_DIR)
@@ -101,6 +108,7 @@ def rm(
     settings = flags.settings()
     path = settings.cache_dir
 
+    take_in_waiting(path)
     with look(path) as index:
         wanted = [find(path, index, key) for key in keys]
         assert index is not None
@@ -116,15 +124,19 @@ def rm(
         forest = Forest(index.items())
         items = forest.above([key for key in wanted if key in forest.items])
         with progress("removing entries") as tell:
-            gone = remove(CacheFolder(path), index, items, even_used=True, progress=tell)
+            gone = remove(CacheFolder(path), index, items, progress=tell)
     report(gone, 0, sum(item.bytes for item in gone), len(items) - len(gone))
 
 
-def _question(items: list[Item], files: list[Path], bytes_: int) -> str:
-    what = count(len(items), "entry", "entries")
-    if files:
-        what += f" and {count(len(files), 'file')} that are of no use"
-    return f"Remove {what} ({size(bytes_)})?"
+def _what(items: int, files: int, states: int) -> str:
+    parts = [count(items, "entry", "entries")] if items or not states else []
+    parts += [f"the states of {count(states, 'entry', 'entries')}"] if states else []
+    parts += [f"{count(files, 'file')} that serve nobody"] if files else []
+    return ", ".join(parts[:-1]) + (" and " if parts[1:] else "") + parts[-1]
+
+
+def _question(items: list[Item], files: list[Path], bytes_: int, states: int = 0) -> str:
+    return f"Remove {_what(len(items), len(files), states)} ({size(bytes_)})?"
 
 
 @dataclass(frozen=True)
@@ -136,13 +148,21 @@ class _Report:
     as_json: bool
     target: int | None = None
 
-    def __call__(self, items: list[Item], files: int = 0, bytes_: int = 0, kept: int = 0) -> None:
+    def __call__(
+        self, items: list[Item], files: int = 0, bytes_: int = 0, kept: int = 0, states: Sequence[bytes] = ()
+    ) -> None:
+        """``items`` are whole entries, ``states`` the keys of entries that lost, or would lose, their state alone."""
         from ..cache.folder import CacheFolder
         from .render import print_json
 
         left = CacheFolder(self.path).size()
         if self.as_json:
-            found = {"dry_run": self.dry_run, "removed": [item.key.hex() for item in items], "removed_files": files}
+            found = {
+                "dry_run": self.dry_run,
+                "removed": [item.key.hex() for item in items],
+                "removed_states": [key.hex() for key in states],
+                "removed_files": files,
+            }
             print_json(found | {"bytes": bytes_, "kept": kept, "folder_bytes": left})
             return
         if not self.path.is_dir():
@@ -150,11 +170,12 @@ class _Report:
         if self.dry_run:
             for item in items:
                 typer.echo(f"{item.key.hex()[:12]}  {item.row_start:,} to {item.end:,}  {size(item.bytes)}")
+            for key in states:
+                typer.echo(f"{key.hex()[:12]}  its state")
         verb = "would be removed" if self.dry_run else "removed"
-        also = f" and {count(files, 'file')}" if files else ""
-        typer.echo(f"{count(len(items), 'entry', 'entries')}{also}, {size(bytes_)}: {verb}.")
+        typer.echo(f"{_what(len(items), files, len(states))}, {size(bytes_)}: {verb}.")
         if kept:
-            typer.echo(f"{count(kept, 'entry', 'entries')} stayed: used meanwhile, or something new hangs on them.")
+            typer.echo(f"{kept:,} of them stayed: used meanwhile, or something new hangs on them.")
         left -= bytes_ if self.dry_run else 0
         if self.target is not None and left > self.target:
             typer.echo(f"{size(left)} are left: the index, and what may not be removed.")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .cache_text import ago, decoder, size
+from .cache_text import ago, decoder, size, take_in_waiting
 from .options import CACHE_DIR, MODEL, AsJson, Flags, command
 
 
@@ -23,6 +23,7 @@ def show(
     from ..cache.inspect import examine
     from .render import print_json
 
+    take_in_waiting(settings.cache_dir)
     with look(settings.cache_dir) as index:
         wanted = find(settings.cache_dir, index, key)
         assert index is not None

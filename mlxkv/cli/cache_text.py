@@ -122,6 +122,14 @@ def _bar(what: str, as_bytes: bool) -> Any:
     return bar
 
 
+def take_in_waiting(path: Path) -> None:
+    """For commands that need the whole picture: have all records of a folder in its index, with a bar if that takes
+    long."""
+    from ..cache.catalogue import complete
+
+    complete(path, lambda: progress("taking records into the index"))
+
+
 def choose_model(wanted: str | None, known: set[str]) -> str | None:
     """The stored model that ``wanted`` names: by its name or by the path of its folder. Raises ConfigError."""
     if wanted is None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .cache_text import count, nothing_yet, progress, size
+from .cache_text import count, nothing_yet, progress, size, take_in_waiting
 from .options import CACHE_DIR, AsJson, Flags, command
 
 
@@ -25,8 +25,11 @@ def verify(
     from .render import print_json
 
     path = settings.cache_dir
+    take_in_waiting(path)
     with progress("reading records", as_bytes=True) as tell:
         found = check(path, repair=repair, progress=tell)
+    if repair:
+        take_in_waiting(path)  # of an index that was built again
     if as_json:
         print_json(
             {
@@ -34,6 +37,7 @@ def verify(
                 "records": found.records,
                 "bytes": found.bytes,
                 "unreachable": found.unreachable,
+                "newer": found.newer,
                 "findings": [finding.to_json() for finding in found.findings],
                 "repaired": sum(finding.done for finding in found.findings),
             }
@@ -50,5 +54,7 @@ def verify(
             typer.echo(
                 f"{count(found.unreachable, 'entry', 'entries')} cannot be used until what is before them is read"
             )
+        if found.newer:
+            typer.echo(f"{count(found.newer, 'record')} of a later version of mlxkv: left as they are")
     if found.findings:
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, MlxkvError, RequestError
-from .options import ENGINE, INTERRUPTED, MODEL, SAMPLING, SYSTEM, Flags, command, show_error, warn
+from .options import ENGINE, INTERRUPTED, MODEL, SALT, SAMPLING, SYSTEM, Flags, command, show_error, warn
 
 if TYPE_CHECKING:
     from ..config import Settings
@@ -30,7 +30,7 @@ HELP = """\
 Ctrl-C stops an answer and keeps what has come."""
 
 
-@command(MODEL, SAMPLING, SYSTEM, ENGINE)
+@command(MODEL, SAMPLING, SYSTEM, ENGINE, SALT)
 def chat(
     flags: Flags,
     session: Annotated[
@@ -110,7 +110,10 @@ class Chat:
 
         question = {"role": "user", "content": check_text(text, "the message")}
         request = Request(
-            messages=[*self.session.messages, question], sampling=sampling(self.settings), use_cache=self.settings.cache
+            messages=[*self.session.messages, question],
+            sampling=sampling(self.settings),
+            salt=self.settings.cache_salt,
+            use_cache=self.settings.cache,
         )
         try:
             completion = answer(self.engine, request, view(self.as_json), self.interrupt)

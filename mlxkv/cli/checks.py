@@ -38,6 +38,9 @@ NETWORK = {
     "glusterfs",
 }
 OPEN_FILES = 1024
+ONLY_RAM = "As it is nothing is kept on disk, only in RAM while a process runs."
+#: settings whose values are not shown: reports are passed on
+SECRET = ("cache_salt",)
 DISK_LOW, DISK_FULL = 5 * 10**9, 512 * 10**6
 
 
@@ -80,7 +83,7 @@ def _config(settings: Settings) -> Check:
     file = config_file()
     read = f"{file}" if file.exists() else f"{file} (none)"
     given = [
-        f"{name}={getattr(settings, name)} ({settings.source(name)})"
+        f"{name}={'…' if name in SECRET else getattr(settings, name)} ({settings.source(name)})"
         for name in NAMES
         if settings.source(name).kind != "default"
     ]
@@ -169,16 +172,24 @@ def _cache_folder(settings: Settings) -> Iterator[Check]:
 
 
 def _writable(folder: Path, there: Path, allow_unprotected: bool) -> Check:
-    """Whether files can be made in the folder (or where it would be made) and their modes stick."""
+    """Whether files can be made in the folder (or where it would be made), their modes stick, and locks work."""
+    from ..cache.lock import LockRefused, probe_locks
+
     if not there.is_dir():
         return Check("cache", "fail", f"{there} is a file", "Choose a folder with --cache-dir.")
     try:
         handle, probe = tempfile.mkstemp(dir=there, prefix=".mlxkv-probe-")
-        os.close(handle)
-        mode = stat.S_IMODE(os.stat(probe).st_mode)
-        os.unlink(probe)
+        try:
+            mode = stat.S_IMODE(os.stat(probe).st_mode)
+            probe_locks(Path(probe), handle)
+        finally:
+            os.close(handle)
+            os.unlink(probe)
+    except LockRefused as refused:
+        cure = f"Choose another with --cache-dir. {ONLY_RAM}"
+        return Check("cache", "fail", f"{there}: {refused}", cure)
     except OSError as error:
-        cure = "Make it writable for you, or choose another with --cache-dir."
+        cure = f"Make it writable for you, or choose another with --cache-dir. {ONLY_RAM}"
         if sys.platform == "darwin" and isinstance(error, PermissionError):
             cure += " In a protected folder the terminal needs Full Disk Access."
         return Check("cache", "fail", f"{there}: {error.strerror}", cure)
@@ -243,6 +254,11 @@ def _model(settings: Settings) -> Iterator[Check]:
         yield Check("state", "warn", f"{architecture}: {error.message}", "It runs, but nothing will be remembered.")
         return
     yield Check("state", "ok", f"{architecture}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
+    if settings.store_bits is not None:
+        n = sum(member.packable for member in members_of(caches))
+        what = f"{settings.store_bits}: rows of {n} layers, where 32 divides their width"
+        none = f"{settings.store_bits}, which changes nothing: no layer keeps rows that can be stored quantised"
+        yield Check("store bits", "ok" if n else "warn", what if n else none)
     found = mtp.find(path, config)
     if found.reason:
         yield Check("MTP head", "warn", f"found, not used: {found.reason}", "It runs without its head.")

@@ -65,8 +65,20 @@ ENGINE = CACHE_DIR | _group(
             {"metavar": "SIZE"},
         ),
         "no_cache": (bool | None, ("--no-cache/--cache",), "Neither look up nor store state."),
+        "store_bits": (
+            str | None,
+            ("--store-bits",),
+            "Store rows of keys and values in 4 or 8 bits: less room, but text may differ (default: off, exact).",
+            {"metavar": "4|8|off"},
+        ),
         "ram_budget": (str | None, ("--ram-budget",), "Records kept in RAM, above the disk.", {"metavar": "SIZE"}),
         "write_budget": (str | None, ("--write-budget",), "Bytes written to disk a day.", {"metavar": "SIZE"}),
+        "split": (
+            str | None,
+            ("--split",),
+            "Whether a boundary cuts a prefill: auto, always or never.",
+            {"metavar": "WHEN"},
+        ),
         "async_kv_limit": (
             str | None,
             ("--async-kv-limit",),
@@ -95,6 +107,17 @@ SAMPLING = _group(
         "top_k": (int | None, ("--top-k",), "Keep this many of the likeliest tokens; 0 is off."),
         "min_p": (float | None, ("--min-p",), "Drop tokens below this share of the likeliest one."),
         "seed": (int | None, ("--seed",), "The same seed gives the same text."),
+    },
+)
+SALT = _group(
+    "Cache",
+    {
+        "cache_salt": (
+            str | None,
+            ("--cache-salt",),
+            "Share state only with requests of the same salt. Others can see arguments: better in MLXKV_CACHE_SALT.",
+            {"metavar": "TEXT"},
+        )
     },
 )
 SYSTEM = _group("Sampling", {"system": (str | None, ("--system",), "System prompt.")})

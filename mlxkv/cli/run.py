@@ -15,6 +15,7 @@ from .options import (
     ENGINE,
     INTERRUPTED,
     MODEL,
+    SALT,
     SAMPLING,
     SYSTEM,
     AsJson,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ..config import Settings
 
 
-@command(MODEL, SAMPLING, SYSTEM, ENGINE)
+@command(MODEL, SAMPLING, SYSTEM, ENGINE, SALT)
 def run(
     flags: Flags,
     prompt: Question = None,
@@ -48,7 +49,7 @@ def run(
     from .render import answer, print_json, show_stats, view
     from .start import running_engine
 
-    request = Request(**asked, sampling=sampling(settings), use_cache=settings.cache)
+    request = Request(**asked, sampling=sampling(settings), salt=settings.cache_salt, use_cache=settings.cache)
     with Interrupt() as interrupt, running_engine(settings, interrupt, quiet=as_json) as engine:
         completion = answer(engine, request, view(as_json), interrupt)
         if completion is not None and as_json:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import ConfigError, DeviceError
-from .options import ADDRESS, ENGINE, INTERRUPTED, MODEL, SAMPLING, Flags, command, warn
+from .options import ADDRESS, ENGINE, INTERRUPTED, MODEL, SALT, SAMPLING, Flags, command, warn
 
 if TYPE_CHECKING:
     from ..config import Settings
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 GRACE = 3
 
 
-@command(MODEL, ADDRESS, SAMPLING, ENGINE)
+@command(MODEL, ADDRESS, SAMPLING, ENGINE, SALT)
 def serve(flags: Flags) -> None:
-    """Serve a model over HTTP, as OpenAI's API does. The sampling options are what a request gets that names none."""
+    """Serve a model over HTTP, as OpenAI's API does. The sampling options, and the salt, are what a request gets that
+    names none."""
     settings = flags.settings()
     if settings.system:
         warn("a system prompt is set; the server does not add it to requests.")
@@ -76,6 +77,7 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
                 defaults=settings.sampling(),
                 host=settings.host,
                 use_cache=settings.cache,
+                cache_salt=settings.cache_salt,
                 on_device_error=on_device_error,
             )
             server = Server(
@@ -100,6 +102,8 @@ def _say_where(settings: Settings, listener: socket.socket, info: Any) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     where = f"cache: {info.cache_dir}" if info.cache_dir and not info.store_off else "cache: off"
+    if info.disk_off and not info.store_off:
+        where = f"{where} (read only)" if info.reads_disk else "cache: in RAM only"
     typer.echo(f"http://{shown}:{port}/v1  model: {info.name}  {where}", err=True)
     typer.echo("Ctrl-C stops it.", err=True)
     sys.stderr.flush()

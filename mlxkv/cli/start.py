@@ -59,6 +59,9 @@ def running_engine(settings: Settings, interrupt: Interrupt | None = None, quiet
         interrupt.idle()
     if engine.info.store_off and settings.cache:
         warn(f"nothing will be remembered: {engine.info.store_off}")
+    elif engine.info.disk_off and settings.cache:
+        what = "what is there is read, nothing is added" if engine.info.reads_disk else "only in RAM while this runs"
+        warn(f"nothing is kept on disk, {what}: {engine.info.disk_off}")
     if not quiet:
         for note in engine.info.notes:
             typer.echo(paint(f"note: {note}", "2"), err=True)

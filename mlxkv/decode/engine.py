@@ -41,11 +41,14 @@ class Engine:
 
     model: a folder or a Hugging Face id. dtype: auto | bf16 | fp16 | fp32. cache_dir: where the prefix store lives;
     None or cache=False: no store. cache_budget: bytes that everything in that folder may weigh, None for a tenth of the
-    free disk, at most 32 GB. block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill forward,
-    None for what suits the device. split: whether a boundary of the store cuts a forward: always, never where the model
-    can do without, or auto (on a GPU only 512 tokens or more after the last cut). async_kv_limit: bytes of live state
-    up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM; None: 1/16
-    of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB. wired: bytes to
+    free disk, at most 32 GB. store_bits: 4 or 8 has the store keep rows of keys and values quantised, which takes less
+    room and is not exact (None: exact). block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill
+    forward, None for what suits the device. split: whether a boundary of the store cuts a forward: always, never where
+    the model can do without, or auto (on a GPU only 512 tokens or more after the last cut). async_kv_limit: bytes of
+    live state up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM;
+    None: 1/16 of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB.
+    memory_limit: bytes that weights, live caches and records in RAM may take together: where a request's caches need
+    more, RAM keeps less meanwhile; None: what Metal recommends, elsewhere three quarters of memory. wired: bytes to
     wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait. progress: told
     (what is done, how much of it, of how much) on the engine's thread while it starts.
 
@@ -61,6 +64,7 @@ class Engine:
         cache_dir: Path | str | None = None,
         cache: bool = True,
         cache_budget: int | None = None,
+        store_bits: int | None = None,
         block_size: int = 256,
         prefill_chunk: int | None = None,
         split: str = "auto",
@@ -69,6 +73,7 @@ class Engine:
         allow_unprotected: bool = False,
         ram_budget: int | None = None,
         write_budget: int | None = None,
+        memory_limit: int | None = None,
         max_queue: int = 256,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -78,6 +83,7 @@ class Engine:
             adapter=adapter,
             cache_dir=Path(cache_dir).expanduser() if cache and cache_dir is not None else None,
             cache_budget=cache_budget,
+            store_bits=store_bits,
             block_size=block_size,
             prefill_chunk=prefill_chunk,
             split=split,
@@ -86,6 +92,7 @@ class Engine:
             allow_unprotected=allow_unprotected,
             ram_budget=ram_budget,
             write_budget=write_budget,
+            memory_limit=memory_limit,
             progress=progress,
         )
         numerics.prepare()

@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..cache.index import Entry
 from ..cache.lookup import REASONS, Lookup
+from ..cache.planner import Planner
 from ..cache.restore import RestoreFailed
 from ..cache.store import CLOSE_WITHIN, PrefixStore
+from ..cache.unwritten import UnwrittenStore
 from .generation import Generation
 from .options import Options
 from .request import Request
@@ -31,17 +34,30 @@ class LookingStore(PrefixStore):
     """A store that is only asked: nothing is written to its index, and what fails a check is left in place."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **options, behind=False)
         self.index.freeze()
 
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
         self.index.freeze(False)
         super().close(timeout)
 
-    def _adopt(self, failed: RestoreFailed) -> bool:
+    def _busy(self) -> bool:
+        return True  # no pieces are merged
+
+    def _adopt(self, entry: Entry, failed: str = "") -> bool:
         self.index.freeze(False)  # an index that is put right shows what a request would find
         try:
-            return super()._adopt(failed)
+            return super()._adopt(entry, failed)
+        finally:
+            self.index.freeze()
+
+    def _renew(self) -> None:
+        pass  # it is asked once
+
+    def _take_in(self, planner: Planner, tokens: list[int], limit: int) -> bool:
+        self.index.freeze(False)  # what a request would take in to be found
+        try:
+            return super()._take_in(planner, tokens, limit)
         finally:
             self.index.freeze()
 
@@ -96,22 +112,27 @@ def explain(options: Options, request: Request, *, stored: bool) -> tuple[Explan
     on = options.cache_dir is not None and request.use_cache
     folder = options.cache_dir if on and stored else None
     runtime, info = open_runtime(replace(options, cache_dir=folder, cache_budget=UNBOUNDED))
+    off = (info.store_off or "") if on and stored else ""
     store = None
     try:
         if runtime.store is not None:
             store = looking(runtime, options)
-        off = info.store_off if on and stored and info.store_off else ""
         asking = _Asking(runtime, request, lambda event: None, lambda: False, time.monotonic())
-        return asking.explain(store, "off" if off or not on else "empty", off), info.name
+        found = asking.explain(store, "off" if off or not on else "empty", off)
+        if info.disk_off and found.lookup.reason not in (None, "off"):
+            found = replace(found, why=f"{found.why}. Nothing is kept on disk: {info.disk_off}")
+        return found, info.name
     finally:
         if store is not None:
             store.close()
 
 
-def looking(runtime: Runtime, options: Options) -> LookingStore:
+def looking(runtime: Runtime, options: Options) -> PrefixStore:
     """The runtime's store opened anew, to look only."""
     own = runtime.store
     assert own is not None
+    if isinstance(own, UnwrittenStore):  # which never does anything else
+        return own
     own.close()
     return LookingStore(
         Path(str(options.cache_dir)),

@@ -61,6 +61,7 @@ class Generation:
         self.sampled: list[int] = []
         self.recorder: Recorder | None = None
         self.text = ""
+        self._capacity = self._rows = 0  # rows by which buffers grow, and that they have
         self._cut = False  # a stop string ended the text, which is therefore not all that the tokens say
         self._lookup_s = self._restore_s = self._prefill_s = self._ttft_s = 0.0
         self._first_at = 0.0
@@ -74,6 +75,8 @@ class Generation:
             if self.recorder is not None:
                 self.recorder.drop()
             raise
+        finally:
+            self._hold_rows(0)
         self.emit(Finished(completion))
         return completion
 
@@ -130,9 +133,10 @@ class Generation:
     def _resume(self, prompt: Prompt, store: PrefixStore | None, limit: int) -> tuple[SequenceState, Lookup, Plan]:
         rt = self.rt
         n = len(prompt.tokens)
-        capacity = reserve(n + min(limit, OPEN_END), max_len=rt.context_length)
+        capacity = self._capacity = reserve(n + min(limit, OPEN_END), max_len=rt.context_length)
 
         def fresh() -> SequenceState:
+            self._hold_rows(capacity)
             caches = rt.make_cache()
             # members that did not pass the probe are not asked: the model runs, nothing is kept
             state = SequenceState.new(caches) if rt.layout is not None else SequenceState(caches, None)
@@ -149,7 +153,15 @@ class Generation:
         self._restore_s = time.monotonic() - started
         return out
 
+    def _hold_rows(self, rows: int) -> None:
+        """Caches of so many rows are live, or about to be: 0 once the request is over."""
+        self._rows = rows
+        if self.rt.store is not None and self.rt.memory is not None:
+            self.rt.memory.make_room(self.rt.store.ram, rows)
+
     def _forward(self, state: SequenceState, ids: mx.array) -> mx.array:
+        if state.position + ids.size > self._rows:
+            self._hold_rows(self._rows + self._capacity)
         logits = self.rt.model(ids[None], cache=state.caches)
         state.advance(ids.size)
         return logits

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cache.tensors import check_store_bits
 from ..errors import ConfigError
 
 
@@ -18,6 +19,7 @@ class Options:
     adapter: str | Path | None = None
     cache_dir: Path | None = None
     cache_budget: int | None = None
+    store_bits: int | None = None
     block_size: int = 256
     prefill_chunk: int | None = None
     split: str = "auto"
@@ -26,13 +28,17 @@ class Options:
     allow_unprotected: bool = False
     ram_budget: int | None = None
     write_budget: int | None = None
+    memory_limit: int | None = None
     progress: Callable[[str, int, int], None] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 65536:
             raise ConfigError(f"The block size is {self.block_size}.", "It must be from 1 to 65536 tokens.")
+        check_store_bits(self.store_bits)
         if min(self.ram_budget or 0, self.write_budget or 0) < 0:
             raise ConfigError("A budget is negative.", "Give bytes, or 0 for off.")
+        if self.memory_limit is not None and self.memory_limit < 1:
+            raise ConfigError(f"The memory limit is {self.memory_limit} bytes.", "It must be at least 1.")
         if self.prefill_chunk is not None and not 1 <= self.prefill_chunk <= 65536:
             raise ConfigError(f"The prefill chunk is {self.prefill_chunk}.", "It must be from 1 to 65536 tokens.")
         if self.split not in ("always", "auto", "never"):
@@ -41,8 +47,9 @@ class Options:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``layout`` names the
-    state kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens."""
+    """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``disk_off`` why nothing
+    is kept on disk, though in RAM, None if it is; ``reads_disk``: what is on disk is served. ``layout`` names the state
+    kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens."""
 
     name: str
     path: Path
@@ -55,4 +62,6 @@ class EngineInfo:
     layout: str
     store_off: str | None
     cache_dir: Path | None
+    disk_off: str | None = None
+    reads_disk: bool = True
     notes: tuple[str, ...] = ()

@@ -114,6 +114,8 @@ class Request:
             )
         if not getattr(self, given[0]):
             raise RequestError(f"{given[0]} is empty.", "A request needs at least one token.", param=given[0])
+        if not isinstance(self.salt, str):
+            raise RequestError(f"salt is {self.salt!r}.", "It must be a text.", param="salt")
         object.__setattr__(self, "tokens", copy.copy(self.tokens))
         for name in ("messages", "tools", "template_kwargs"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))

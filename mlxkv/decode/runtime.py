@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,18 +19,21 @@ import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
-from ..cache.folder import FolderRefused  # noqa: E402
 from ..cache.head import HeadCache  # noqa: E402
 from ..cache.inside import obstacle  # noqa: E402
 from ..cache.keys import Identity  # noqa: E402
 from ..cache.layout import Layout, probe  # noqa: E402
 from ..cache.policy import LADDER, Policy  # noqa: E402
 from ..cache.store import PrefixStore  # noqa: E402
+from ..cache.unwritten import UnwrittenStore, open_store  # noqa: E402
 from ..errors import ConfigError, MlxkvError  # noqa: E402
 from ..models import load  # noqa: E402
 from ..models.mtp import WithHead  # noqa: E402
 from ..models.spans import Spans, install  # noqa: E402
+from .memory import Memory, physical, recommended, weigh  # noqa: E402
 from .options import EngineInfo, Options  # noqa: E402
+from .prompt import build  # noqa: E402
+from .request import Request  # noqa: E402
 from .segments import Split  # noqa: E402
 
 log = logging.getLogger("mlxkv.engine")
@@ -38,8 +42,9 @@ log = logging.getLogger("mlxkv.engine")
 @dataclass(frozen=True)
 class Runtime:
     """What a generation needs. ``layout`` is None for a model whose state has no known kinds; ``store`` is None when
-    nothing is kept. ``chunk`` and ``ladder`` (the first rung) in tokens, ``async_kv_limit`` in bytes. ``barrier``
-    returns once the device has finished everything that this thread submitted, and raises its error otherwise."""
+    nothing is kept. ``memory`` is what the store's RAM tier shares with live caches. ``chunk`` and ``ladder`` (its
+    first rung) in tokens, ``async_kv_limit`` in bytes. ``barrier`` returns once the device has finished everything
+    that this thread submitted, and raises its error otherwise."""
 
     model: Any
     tokenizer: Any
@@ -52,6 +57,7 @@ class Runtime:
     chunk: int
     async_kv_limit: int
     load_s: float
+    memory: Memory | None
     #: where forwards are split; announces those that are not
     split: Split = field(default_factory=Split)
     spans: Spans = field(default_factory=Spans)
@@ -65,6 +71,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     _prepare_device(options.wired)
     loaded = load(options.model, dtype=options.dtype, adapter=options.adapter, memo_dir=options.cache_dir)
     now = numerics.current()
+    warming = threading.Thread(target=_first_prompt, args=(loaded.tokenizer, loaded.eos_token_ids), daemon=True)
+    warming.start()
 
     model: Any = loaded.model
     # a head's rows are worth making only where they are kept: nothing drafts with it yet
@@ -75,37 +83,54 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         return caches if headed is None else [*caches, HeadCache(headed.runner())]
 
     layout: Layout | None = None
+    live: Layout | None = None
     store: PrefixStore | None = None
     off = None if options.cache_dir is not None else "it was switched off"
+    disk_off: str | None = None
     try:
-        layout = probe(headed or model, make_cache)
+        layout = live = probe(headed or model, make_cache)
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
         off = e.message
         headed = None
+    notes = list(loaded.notes)
+    if layout is not None and options.cache_dir is not None and options.store_bits is not None:
+        layout = layout.packed(options.store_bits)
+        if layout.store_bits is None:
+            notes.append(
+                "store_bits changes nothing here: no layer of this model keeps rows that can be stored quantised "
+                "(plain keys and values in floating numbers, of a width that 32 divides)."
+            )
     if layout is not None and options.cache_dir is not None:
         head = "mtp" if headed else "none"
         ram = ram_budget(options.ram_budget, layout, loaded.context_length, options.block_size)
         policy = Policy() if options.write_budget is None else Policy(daily=options.write_budget)
         compute = {**now.identity(), "dtype": loaded.dtype, "dequantised": str(loaded.dequantised), "head": head}
-        try:
-            store = PrefixStore(
-                options.cache_dir,
-                Identity(loaded.fingerprint, tuple(sorted(compute.items())), layout.digest, loaded.name),
-                layout,
-                block=options.block_size,
-                budget=options.cache_budget,
-                ram_budget=ram,
-                policy=policy,
-                allow_unprotected=options.allow_unprotected,
-                software=f"mlx {now.mlx_version}, BLAS {now.blas}",
-                progress=partial(options.progress, "rebuilding the cache index") if options.progress else None,
-            )
-        except FolderRefused as e:
-            off = str(e)
-            log.warning("the prefix store is off: %s", e)
+        store, refused = open_store(
+            options.cache_dir,
+            Identity(loaded.fingerprint, tuple(sorted(compute.items())), layout.digest, loaded.name),
+            layout,
+            block=options.block_size,
+            budget=options.cache_budget,
+            ram_budget=ram,
+            policy=policy,
+            allow_unprotected=options.allow_unprotected,
+            software=f"mlx {now.mlx_version}, BLAS {now.blas}",
+            progress=partial(options.progress, "rebuilding the cache index") if options.progress else None,
+        )
+        if refused is not None:
+            disk_off = str(refused)
+            off = disk_off if store is None else None
+            log.warning("nothing is kept on disk: %s", refused)
+    memory: Memory | None = None
+    if live is not None:
+        weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []))
+        memory = Memory(options.memory_limit or recommended(), weights, live)
+        if store is not None:
+            memory.make_room(store.ram, 0)
     split, shared = Split(), Spans()
     if layout is not None:
         split, shared = _split(options.split, now.device, loaded.model, headed or model, make_cache, layout)
+    warming.join()
     load_s = time.monotonic() - started
     info = EngineInfo(
         name=loaded.name,
@@ -118,8 +143,10 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         load_s=load_s,
         layout=layout.describe() if layout is not None else "unknown",
         store_off=off,
+        disk_off=disk_off,
+        reads_disk=store is not None and (not isinstance(store, UnwrittenStore) or store.reads),
         cache_dir=options.cache_dir,
-        notes=tuple(loaded.notes),
+        notes=tuple(notes),
     )
     runtime = Runtime(
         model=headed or model,
@@ -133,11 +160,19 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         chunk=options.prefill_chunk or (512 if now.device == "cpu" else 2048),
         async_kv_limit=options.async_kv_limit,
         load_s=load_s,
+        memory=memory,
         split=split,
         spans=shared,
         ladder=-(-LADDER // options.block_size) * options.block_size,
     )
     return runtime, info
+
+
+def _first_prompt(tokenizer: Any, eos: set[int]) -> None:
+    """Compile the chat template and have the tokenizer make what it makes at first use, beside the probe of the layout
+    and the opening of the store: or the first request would wait for it."""
+    with contextlib.suppress(Exception):  # what is wrong with a template, a request is told
+        build(Request(messages=[{"role": "user", "content": "a"}]), tokenizer, eos, lambda ids, text: None)
 
 
 def _split(
@@ -160,8 +195,7 @@ def ram_budget(wanted: int | None, layout: Layout, context: int | None, block: i
     where no context is known) with a state, or be 0. Raises ConfigError. None: 1/16 of memory, at most 2 GiB, which may
     be less: what does not fit is read from disk."""
     if wanted is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(memory // 16, 2 << 30)
+        return min(physical() // 16, 2 << 30)
     tokens = context or block
     need = sum(t.nbytes(tokens) for kind in ("rows", "window", "state") for t in layout.tensors(kind))
     if 0 < wanted < need:

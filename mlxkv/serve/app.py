@@ -30,16 +30,18 @@ def create_app(
     defaults: SamplingParams | None = None,
     host: str = "127.0.0.1",
     use_cache: bool = True,
+    cache_salt: str = "",
     max_body: int = MAX_BODY,
     on_device_error: Callable[[DeviceError], None] | None = None,
 ) -> FastAPI:
     """The application around ``engine``, which the caller closes.
 
-    ``defaults`` is used for sampling fields that a request leaves out (greedy, like ``mlxkv run``, unless set).
+    ``defaults`` is used for sampling fields that a request leaves out (greedy, like ``mlxkv run``, unless set),
+    ``cache_salt`` where it names no salt of its own.
     ``host``: a name this server is reached by, beside the loopback names. ``max_body``: bytes of a body at most.
     ``on_device_error`` is called when the device has failed for good; the process should then end.
     """
-    server = Server(engine, model_name, defaults or SamplingParams(), use_cache, on_device_error)
+    server = Server(engine, model_name, defaults or SamplingParams(), use_cache, cache_salt, on_device_error)
     app = FastAPI(title="mlxkv", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, limit=max_body)
     app.add_middleware(HostGuard, host=host)

@@ -67,7 +67,7 @@ async def complete(server: Server, body: ChatRequest, request: Request) -> Respo
     """Answer a chat request. What can be refused before the first token is refused with a status, also in a stream."""
     if not server.serves(body.model):
         raise ModelError(f"There is no model {body.model[:200]!r} here.", f"This server runs {server.model_name}.")
-    wanted = body.to_request(server.defaults, server.use_cache)
+    wanted = body.to_request(server.defaults, server.use_cache, server.cache_salt)
     ticket = server.engine.submit(wanted)  # the engine's thread renders and tokenises
     reply = Reply(server.model_name, bool(body.stream_options and body.stream_options.include_usage))
     if not body.stream:

@@ -94,8 +94,9 @@ class ChatRequest(BaseModel):
                 raise RequestError(f"There is no field {shown!r}.", hint, param=shown)
         return {name: value for name, value in body.items() if name not in _UNSUPPORTED}
 
-    def to_request(self, defaults: SamplingParams, use_cache: bool) -> Request:
-        """What the engine is asked for. Raises RequestError naming the field at fault."""
+    def to_request(self, defaults: SamplingParams, use_cache: bool, salt: str = "") -> Request:
+        """What the engine is asked for, with ``salt`` where the request names none. Raises RequestError naming the
+        field at fault."""
         if self.n not in (None, 1):
             raise RequestError(f"n is {self.n}.", "One answer a request is supported.", param="n")
         if self.stream_options is not None and not self.stream:
@@ -111,7 +112,7 @@ class ChatRequest(BaseModel):
             messages=normalise(self.messages),
             sampling=self._sampling(defaults),
             template_kwargs=kwargs,
-            salt=check_text(self.cache_salt or "", "cache_salt"),
+            salt=check_text(self.cache_salt or "", "cache_salt") or salt,
             use_cache=use_cache,
         )
 

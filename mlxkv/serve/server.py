@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Server:
-    """One engine and how it is offered. ``defaults``: what a request gets for the sampling fields it leaves out."""
+    """One engine and how it is offered. ``defaults`` and ``cache_salt``: what a request gets for the sampling fields
+    and the salt that it leaves out."""
 
     engine: Engine
     model_name: str
     defaults: SamplingParams = field(default_factory=SamplingParams)
     use_cache: bool = True
+    cache_salt: str = ""
     on_device_error: Callable[[DeviceError], None] | None = None
     started: int = field(default_factory=lambda: int(time.time()))
 

@@ -1,7 +1,23 @@
-"""Random restores, damaged records and killed writers against cold runs: a miss is allowed, a wrong hit never.
+"""What the test suite samples in seconds, for as long as one likes: nothing wrong is ever served, nothing durable lost.
 
-Before them, attempts to break the store without a model (faults.py): histories, sweeps, calls, limits, power, kill9.
-Prints the commit and the seed; the last line is JSON. Exit code 1 if any comparison failed.
+Parts, and what each compares (docs/results/README.md says which promise each one holds):
+
+  equality   every architecture: from SSD in a new process, from RAM, branches, another process's store; cold runs
+  restores   random prompts on one store that is reopened now and then, against cold runs
+  damage     records cut, flipped, swapped, lengthened, removed or zeroed, against cold runs
+  kills      kill -9 of a process that runs a real model; what it left, against cold runs
+  kill9      300 kills -9 of processes that do nothing but store, close and open
+  budget     two writers frozen by a third process 500 times and at each reservation, over 20 times the budget
+  histories  random store, look up, extend, branch, evict, damage, restart; against a model that remembers everything
+  flips      flipped bytes of the index (--complete: every one)
+  wal        flipped bytes of a WAL and its index (--complete: every one)
+  swaps      every pair of records in each other's place, every truncation and flip as the reader sees it
+  records    truncations and flips of records, as those see it who ask (--complete: every one)
+  calls      every system call of the store fails in its turn
+  limits     limits of the system, a full disk
+  power      power loss with reordered and torn writes
+
+Prints the commit and the seed; the last line is JSON. Exit code 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -9,14 +25,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import random
-import signal
 import subprocess
 import sys
-import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 
@@ -24,12 +42,20 @@ import numpy as np  # isort: skip
 
 from soaks import faults  # isort: skip
 from soaks.budget import budget  # isort: skip
+from soaks.equality import equality  # isort: skip
 from tests import tiny  # isort: skip
+from mlxkv.decode.runtime import Runtime
 from tests.architectures import MORE_INEXACT
+from tests.cache.kills import Victims, engine_prompt, missing_blocks
+from tests.cache.machine import scratch
+from tests.cache.stores import reopened
+from tests.cache.synthetic import verify
 from tests.cache.test_equality import INEXACT as SUITE_INEXACT
 from tests.probe import run, runtime
 
 ROOT = Path(__file__).parents[2]
+#: so many processes with a real model are killed whatever the time
+KILLS = 40
 ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS)
 INEXACT = SUITE_INEXACT | MORE_INEXACT
 
@@ -45,24 +71,6 @@ class Count:
     reasons: dict[str, int] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-
-
-def prompt(rng: random.Random, pool: list[list[int]]) -> list[int]:
-    """Often a prompt seen before, cut, continued, or edited in one place; with message ends here and there."""
-    if pool and rng.random() < 0.8:
-        base = list(rng.choice(pool))
-        base = base[: rng.randint(1, len(base))]
-        if rng.random() < 0.3:
-            base[rng.randrange(len(base))] = rng.randrange(300)
-    else:
-        base = []
-    out = base + tiny.ids(rng.randint(0 if len(base) > 1 else 2, 40), rng.randrange(10**6))
-    for i in range(len(base), len(out) - 1):
-        if rng.random() < 0.07:
-            out[i] = tiny.EOS
-    pool.append(out)
-    del pool[:-40]
-    return out
 
 
 def compare(rt, arch: str, tokens: list[int], count: Count, keep: bool, what: str) -> None:
@@ -88,7 +96,7 @@ def restores(folder: Path, rng: random.Random, seconds: float) -> Count:
         for _ in range(3):
             rt = runtime(model(folder, arch), cache, prefill_chunk=rng.choice((5, 12, 64)))
             for _ in range(12):
-                compare(rt, arch, prompt(rng, pool), count, True, "restore")
+                compare(rt, arch, engine_prompt(rng, pool), count, True, "restore")
             assert rt.store is not None
             rt.store.close()
     return count
@@ -102,7 +110,7 @@ def damage(folder: Path, rng: random.Random, seconds: float) -> Count:
         cache = folder / f"damage-{count.runs}"
         rt = runtime(model(folder, arch), cache)
         for _ in range(4):
-            run(rt, prompt(rng, pool), max_tokens=8)
+            run(rt, engine_prompt(rng, pool), max_tokens=8)
         assert rt.store is not None
         rt.store.close()
         for _ in range(3):
@@ -119,14 +127,14 @@ def damage(folder: Path, rng: random.Random, seconds: float) -> Count:
 
 
 def hurt(victim: Path, files: list[Path], rng: random.Random) -> None:
-    data = bytearray(victim.read_bytes())
+    data = bytearray(victim.read_bytes() or b"x")  # one was cut to nothing before
     kind = rng.choice(("cut", "flip", "swap", "longer", "gone", "zero"))
     if kind == "cut":
         del data[rng.randrange(len(data)) :]
     elif kind == "flip":
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     elif kind == "swap":
-        data = bytearray(rng.choice(files).read_bytes())
+        data = bytearray(rng.choice([path for path in files if path.exists()]).read_bytes())
     elif kind == "longer":
         data += b"x" * rng.randint(1, 100)
     elif kind == "zero":
@@ -139,35 +147,36 @@ def hurt(victim: Path, files: list[Path], rng: random.Random) -> None:
 
 
 def kills(folder: Path, rng: random.Random, seconds: float) -> Count:
-    """A process that stores is killed -9 at a random moment; what it left is compared with cold runs."""
-    count, until = Count(), time.monotonic() + seconds
-    while time.monotonic() < until:
-        arch, seed = rng.choice(ARCHS), rng.randrange(10**6)
-        cache = folder / f"kills-{arch}"
-        command = [sys.executable, "-m", "soaks.main", "--store", str(model(folder, arch)), str(cache), str(seed)]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        child.stdout.readline()  # it has begun
-        time.sleep(rng.random() * 0.6)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        count.faults += 1
-        rt = runtime(model(folder, arch), cache)
-        pool: list[list[int]] = []
-        again = random.Random(seed)
-        for tokens in [prompt(again, pool) for _ in range(8)]:
-            compare(rt, arch, tokens, count, rng.random() < 0.5, "kill")
-        assert rt.store is not None
-        rt.store.close()
+    """A process that runs a model and stores is killed -9 at a random moment. What it left verifies clean, has the full
+    blocks of what was reported durable, and gives the answers of cold runs."""
+    count, until, victims = Count(), time.monotonic() + seconds, Victims()
+    plain: dict[str, Runtime] = {}
+    try:
+        while count.faults < KILLS or time.monotonic() < until:
+            arch = rng.choice(ARCHS)
+            cache = folder / f"kills-{arch}"
+            durable = victims.one(str(model(folder, arch)), cache, rng.randrange(1 << 32), rng.random() * 0.4)
+            count.faults += 1
+            if arch not in plain:
+                plain[arch] = runtime(model(folder, arch), folder / f"unused-{arch}")
+                plain[arch].store.close()
+            rt = reopened(plain[arch], cache)
+            try:
+                verify(cache, rt.store)
+            except AssertionError:
+                count.wrong.append(f"kill {count.faults} {arch}: {traceback.format_exc(limit=-2)}")
+            for tokens in durable:
+                if missing := missing_blocks(rt.store, tokens):
+                    count.wrong.append(f"kill {count.faults} {arch}: {tokens} was durable; {missing} are not there")
+            pool = durable[-4:]
+            for tokens in [*durable[-2:], engine_prompt(rng, pool)]:
+                compare(rt, arch, tokens, count, rng.random() < 0.5, "kill")
+            if list((cache / "quarantine").iterdir()):
+                count.wrong.append(f"kill {count.faults} {arch}: something is in quarantine")
+            rt.store.close()
+    finally:
+        victims.close()
     return count
-
-
-def store(where: Path, cache: Path, seed: int) -> None:
-    """The victim of ``kills``: stores prompt after prompt until it is killed."""
-    rt, rng, pool = runtime(where, cache), random.Random(seed), []
-    print("go", flush=True)
-    while True:
-        run(rt, prompt(rng, pool), max_tokens=8)
 
 
 def model(folder: Path, arch: str) -> Path:
@@ -175,40 +184,73 @@ def model(folder: Path, arch: str) -> Path:
     return where if where.exists() else tiny.make(arch, where)
 
 
-WITH_MODELS = (restores, damage, kills, budget)
-PARTS = [s.__name__ for s in (*faults.PARTS, *WITH_MODELS)]
+MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
+    f.__name__: f for f in (equality, restores, damage, kills, budget)
+}
+FAULTS = {f.__name__: f for f in faults.PARTS}
+PARTS = [*FAULTS, *MODELS]
+
+
+def share(text: str) -> tuple[int, int]:
+    """ "1/2" -> (0, 2): the first of two shares."""
+    which, _, of = text.partition("/")
+    if not 1 <= int(which) <= int(of):
+        raise ValueError
+    return int(which) - 1, int(of)
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--store"]:
-        store(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
-    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=6.0, help="for all soaks together")
-    parser.add_argument("--only", action="append", choices=PARTS, help="run only this part; may be given again")
-    parser.add_argument("--seed", type=int, default=None)
+    parser = argparse.ArgumentParser(
+        prog="scripts/soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=6.0, help="for all parts together (default: 6)")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be given again")
+    parser.add_argument("--seed", type=int, help="as an earlier run printed it")
+    parser.add_argument("--complete", action="store_true", help="go through all places, however long that takes")
+    parser.add_argument("--share", type=share, default=(0, 1), metavar="K/N", help="of --complete: every N-th place")
+    parser.add_argument("--first", type=int, default=0, help="of --complete: go on with this place")
     parser.add_argument("--out", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     logging.getLogger("mlxkv").setLevel(logging.CRITICAL)  # damage is meant to be found
     seed = random.randrange(10**6) if options.seed is None else options.seed
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    print(f"commit {commit} seed {seed}", flush=True)
-    rng, result = random.Random(seed), {"commit": commit, "seed": seed, "minutes": options.minutes}
-    failed = False
-    chosen = options.only or list(PARTS)
+    chosen = options.part or PARTS
     each = options.minutes * 60 / len(chosen)
-    if without := [p.__name__ for p in faults.PARTS if p.__name__ in chosen]:
-        result |= faults.main(seed, each * len(without), without)  # raises what it finds
-    for soak in (s for s in WITH_MODELS if s.__name__ in chosen):
-        with tempfile.TemporaryDirectory() as name:
-            count = soak(Path(name), rng, each)
-        print(f"{soak.__name__}: {count}", flush=True)
-        result[soak.__name__] = asdict(count)
-        failed |= bool(count.wrong)
-    print(json.dumps(result))
+    print(f"commit {commit()} seed {seed}", flush=True)
+    result: dict[str, Any] = {"commit": commit(), "seed": seed, "minutes": options.minutes, "failed": []}
+    for name in chosen:
+        began = time.monotonic()
+        print(f"{name}: begins", flush=True)
+        try:
+            if name in FAULTS:
+                task = faults.Task(seed, each, options.complete, *options.share, options.first)
+                found: dict[str, Any] = {"attempts": FAULTS[name](task), "wrong": []}
+            else:
+                endless = options.complete and name == "equality"
+                with scratch() as folder:
+                    found = asdict(MODELS[name](folder, random.Random(f"{seed} {name}"), math.inf if endless else each))
+        except Exception:
+            traceback.print_exc()
+            found = {"wrong": [traceback.format_exc()]}
+        found["seconds"] = round(time.monotonic() - began, 1)
+        print(f"{name}: {found}", flush=True)
+        result[name] = found
+        if found["wrong"]:
+            result["failed"].append(name)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return int(failed)
+    print("nothing broke" if not result["failed"] else f"BROKEN: {', '.join(result['failed'])}", flush=True)
+    print(json.dumps(result))
+    return int(bool(result["failed"]))
+
+
+def commit() -> str:
+    """The commit, with "+" if files differ from it; "unknown" outside of a clone."""
+    ran = [
+        subprocess.run(["git", *how], cwd=ROOT, capture_output=True, text=True)
+        for how in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    ]
+    return ran[0].stdout.strip() + "+" * bool(ran[1].stdout.strip()) if not ran[0].returncode else "unknown"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from mlxkv.cache.adoption import AT_ONCE
+from mlxkv.cache.eviction import free
 from mlxkv.cache.folder import FolderRefused
 from mlxkv.cache.record import LongRecord, Reader, RecordError
 from mlxkv.cache.store import PrefixStore
@@ -60,6 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.stores: list[tuple[Model, PrefixStore] | None] = [None, None]
         self.prompts: list[list[int]] = [[1, 2, 3]]
         self.pristine = True  # nothing was evicted or damaged: what was stored must be found
+        self.intact = True  # nothing was damaged: whatever the index says is so
         self.older: dict[Path, bytes] = {}
 
     @initialize(name=st.sampled_from(sorted(MODELS)), block=st.sampled_from((4, 8)))
@@ -100,17 +103,49 @@ class StoreMachine(RuleBasedStateMachine):
             chunk=chunk,
             salt=salt,
             capacity=8 + cut,
-            lying=not self.pristine,
+            lying=not self.intact,
         )
         self.prompts = [*self.prompts, [*prompt, *more]][-8:]
         if wait:
             assert store.writer.flush(20)
-            again = ask(model, store, prompt, keep=False, salt=salt, lying=not self.pristine)
+            again = ask(model, store, prompt, keep=False, salt=salt, lying=not self.intact)
             if self.pristine and len(prompt) > 2:  # a head has nothing to stand on before its second token
                 assert again.reason is None, again
                 assert not store.faults and not store.writer.counters.faults
 
+    @rule(slot=st.integers(0, 1), cut=st.integers(0, 40))
+    def merge(self, slot: int, cut: int) -> None:
+        """The store has nothing else to do: the pieces of blocks are merged, and nothing is lost by it."""
+        if (opened := self.stores[slot]) is None:
+            return
+        model, store = opened
+        assert store.writer.flush(20)
+        prompts = [p[: max(1, len(p) - cut % 7)] for p in self.prompts] if self.pristine else []
+        before = [ask(model, store, p, keep=False) for p in prompts]
+        store.writer.merge()
+        assert store.writer.flush(20)
+        for prompt, was in zip(prompts, before, strict=True):
+            now = ask(model, store, prompt, keep=False)
+            assert (now.tokens, now.reason) == (was.tokens, was.reason), f"{prompt}: {was}, merged {now}"
+        if self.pristine:
+            assert not store.faults and not store.writer.counters.faults
+            verify(self.folder, store)
+
     # loss and damage
+
+    @rule(slot=st.integers(0, 1), tenths=st.integers(1, 10))
+    def evict(self, slot: int, tenths: int) -> None:
+        """Space is short: a part of the records goes, as the store chooses. What is left agrees with the index."""
+        if self.stores[slot] is None:
+            slot = 0
+        _, store = self.stores[slot]
+        self.pristine = False
+        with contextlib.nullcontext() if self.intact else contextlib.suppress(sqlite3.Error):
+            (total,) = store.index.execute("SELECT coalesce(sum(bytes), 0) FROM records").fetchone()
+            free(store.folder, store.index, total * tenths // 10)
+        if self.intact and self.stores[1 - slot] is None:
+            assert store.writer.flush(20)
+            verify(self.folder, store)
 
     def files(self) -> list[Path]:
         return sorted((self.folder / "records").rglob("*.safetensors"))
@@ -120,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Remove, cut, flip, swap, lengthen or set back one record."""
         if not (files := self.files()):
             return
-        self.pristine = False
+        self.pristine = self.intact = False
         victim = files[which % len(files)]
         note(f"{how} {victim.name}")
         with contextlib.suppress(FileNotFoundError):  # a writer is at work
@@ -157,7 +192,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(n=st.integers(0, 10**6), lie=st.sampled_from(LIES))
     def lie(self, n: int, lie: str) -> None:
         """The index says something that is not so, while stores have it open."""
-        self.pristine = False
+        self.pristine = self.intact = False
         some = f"(length(hex(key)) + unicode(substr(hex(key), 1 + {n % 60}, 1))) % {1 + n % 3} = 0"
         if "roots" in lie and "entries" not in lie:
             some = "1"
@@ -168,7 +203,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(n=st.integers(0, 10**7), close=st.booleans())
     def flip_index(self, n: int, close: bool) -> None:
         """A byte of the index or its WAL flips, in use or not."""
-        self.pristine = False
+        self.pristine = self.intact = False
         if close:
             for slot in (0, 1):
                 self._close(slot)
@@ -184,7 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(("remove", "mark")))
     def lose_index(self, how: str) -> None:
-        self.pristine = False
+        self.pristine = self.intact = False
         if how == "mark":
             (self.folder / "index.damaged").touch()
         else:
@@ -202,18 +237,26 @@ class StoreMachine(RuleBasedStateMachine):
             old[1].close()
             self.stores[slot] = None
 
-    @rule(slot=st.integers(0, 1), other=st.booleans())
-    def reopen(self, slot: int, other: bool) -> None:
-        """Another process's restart, as far as the folder can tell; the second slot is open besides the first."""
+    @rule(
+        slot=st.integers(0, 1),
+        other=st.booleans(),
+        ram=st.sampled_from((0, 4000, 1 << 30)),
+        at_once=st.sampled_from((0, 3, AT_ONCE)),
+    )
+    def reopen(self, slot: int, other: bool, ram: int = 0, at_once: int = AT_ONCE) -> None:
+        """Another process's restart, as far as the folder can tell; the second slot is open besides the first. ``ram``:
+        bytes of records that it keeps in RAM too. ``at_once``: records that it takes into its index before it goes on,
+        where that does not know them."""
         self._close(slot)
+        options = {"block": self.block, "ram_budget": ram, "at_once": at_once}
         model = twin(self.model) if other else self.model
         try:
-            self.stores[slot] = (model, model.open(self.folder, block=self.block))
+            self.stores[slot] = (model, model.open(self.folder, **options))
         except FolderRefused:
             # two damaged openings at once may find each other's index locked; alone it must open
             for each in (0, 1):
                 self._close(each)
-            self.stores[0] = (model, model.open(self.folder, block=self.block))
+            self.stores[0] = (model, model.open(self.folder, **options))
         if slot == 1 and self.stores[0] is None:
             self.reopen(0, False)
 

@@ -15,7 +15,15 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from mlxkv.cache.head import HeadCache
 from mlxkv.cache.keys import Identity
@@ -60,9 +68,9 @@ def _head_values(tokens: np.ndarray, hidden: np.ndarray) -> tuple[mx.array, mx.a
     return _rows(hashes, "head.keys", "keys", mx.float32), _rows(hashes, "head.values", "values", mx.float32)
 
 
-def _rows(hashes: np.ndarray, label: str, array: str, dtype: mx.Dtype) -> mx.array:
+def _rows(hashes: np.ndarray, label: str, array: str, dtype: mx.Dtype, width: int = 0) -> mx.array:
     """[1, HEADS, len(hashes), width]"""
-    width = WIDTH[array]
+    width = width or WIDTH[array]
     plain = _values(hashes, label, HEADS * width).reshape(1, len(hashes), HEADS, width)
     return mx.array(np.ascontiguousarray(plain.transpose(0, 2, 1, 3))).astype(dtype)
 
@@ -116,7 +124,12 @@ class Model:
     def _feed(self, caches: list[Any], tokens: Sequence[int], a: int, b: int) -> None:
         hashes = self._hashes(tokens[:b])[a:]
         for label, cache in _leaves(caches):
-            if isinstance(cache, (KVCache, RotatingKVCache)):
+            if isinstance(cache, ChunkedKVCache):
+                cache.maybe_trim_front()
+            if isinstance(cache, QuantizedKVCache):
+                width = cache.group_size
+                cache.update_and_fetch(*(_rows(hashes, f"{label}.{n}", n, self.dtype, width) for n in WIDTH))
+            elif isinstance(cache, (KVCache, RotatingKVCache, ChunkedKVCache, ConcatenateKVCache)):
                 cache.update_and_fetch(*(_rows(hashes, f"{label}.{n}", n, self.dtype) for n in WIDTH))
             elif isinstance(cache, ArraysCache):
                 for i in range(len(cache.cache)):
@@ -150,9 +163,21 @@ class Model:
                     if p > 1:
                         same(f"{label}.{name}", None if got is None else got[..., : p - 1, :], want)
                 same(f"{label}.hidden", cache.hidden[-1], mx.array(hidden[None, -1:]))
+            elif isinstance(cache, QuantizedKVCache):
+                if cache.offset != p:
+                    bad.append(f"{label} stands at {cache.offset}, not {p}")
+                for name in WIDTH:
+                    plain = _rows(hashes, f"{label}.{name}", name, self.dtype, cache.group_size)
+                    quantised = mx.quantize(plain, group_size=cache.group_size, bits=cache.bits)
+                    for i, want in enumerate(quantised):
+                        got = getattr(cache, name)
+                        same(f"{label}.{name}.{i}", None if got is None else got[i][..., :p, :], want)
             else:
                 if cache.offset != p:
                     bad.append(f"{label} stands at {cache.offset}, not {p}")
+                first = 0
+                if isinstance(cache, ChunkedKVCache) and (first := cache.start_position) > max(0, p - cache.chunk_size):
+                    bad.append(f"{label} has rows from {first} on, of chunks of {cache.chunk_size}")
                 for name in WIDTH:
                     want, got = _rows(hashes, f"{label}.{name}", name, self.dtype), getattr(cache, name)
                     if isinstance(cache, RotatingKVCache):
@@ -161,7 +186,7 @@ class Model:
                             want = mx.concatenate([want[..., : cache.keep, :], tail], axis=2)
                         got = None if got is None else cache._temporal_order(got)
                     elif got is not None:
-                        got = got[..., :p, :]
+                        got, want = got[..., : p - first, :], want[..., first:, :]
                     same(f"{label}.{name}", got, want)
         return bad
 
@@ -184,6 +209,8 @@ MODELS = {
         Model("growing", lambda: [KVCache(), KVCache()]),
         Model("window", lambda: [RotatingKVCache(6), KVCache(), RotatingKVCache(9)]),
         Model("kept", lambda: [RotatingKVCache(7, keep=2), RotatingKVCache(7, keep=2)]),
+        Model("chunked", lambda: [ChunkedKVCache(6), KVCache(), ChunkedKVCache(9)]),
+        Model("quantised", lambda: [QuantizedKVCache(group_size=32, bits=4), ArraysCache(1), ConcatenateKVCache()]),
         Model("recurrent", lambda: [ArraysCache(2), ArraysCache(1)]),
         Model("mixed", lambda: [ArraysCache(2), KVCache(), RotatingKVCache(5), ArraysCache(1)], dtype=mx.bfloat16),
         Model("list", lambda: [CacheList(ArraysCache(2), KVCache()), CacheList(RotatingKVCache(6), KVCache())]),
@@ -213,8 +240,10 @@ def ask(
     salt: str = "",
     capacity: int = 16,
     lying: bool = False,
+    messages: bool = False,
 ) -> Lookup:
     """One request: look up, restore, prefill to ``ends`` and n−1, "sample" ``more`` (at least one token), record.
+    ``messages``: the ends are those of messages, whose states stay when the conversation goes on.
 
     Raises WrongHit if any bit of what was restored is not right, or a remembered answer (but in an index that may be
     ``lying``: it is a hint, and who asks for an answer compares its text).
@@ -237,7 +266,8 @@ def ask(
     assert (lookup.reason is None) == (lookup.tokens == n - 1) and lookup.reason in (None, *REASONS)
     if not keep:
         return lookup
-    recorder = store.recorder(state, sequence, plan, lambda: mx.synchronize(), salt)
+    roles = dict.fromkeys(ends, "message") if messages else None
+    recorder = store.recorder(state, sequence, plan, lambda: mx.synchronize(), salt, roles=roles)
     for edge in [n - 1] if model.layout.growing_only else sorted({e for e in ends if 0 < e < n - 1} | {n - 1}):
         while state.position < edge:
             model.feed(state, sequence, min(edge - state.position, chunk))

@@ -7,15 +7,11 @@ was cut, the table below names it with its measured relative difference (largest
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.cache.equality import ARCHS, LENGTH, story
+from tests.cache.equality import ARCHS, LENGTH, measure, story
 from tests.probe import BLOCK
 
 #: architecture -> (bound, why, measured on x86-64 with the reference BLAS)
@@ -27,21 +23,6 @@ INEXACT = {
 FAST = 5e-5  # a faster BLAS and chunked recurrences (DESIGN §7)
 
 
-def measure(folder: Path, mode: str) -> dict:
-    env = os.environ | {"MLXKV_NUMERICS": mode}
-    for phase in ("write", "read"):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.cache.equality", phase, str(folder)],
-            capture_output=True,
-            text=True,
-            env=env,
-            cwd=Path(__file__).parents[2],
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module", params=["exact", "fast"])
 def measured(request, tmp_path_factory):
     if request.param == "exact" and os.environ.get("MLXKV_TEST_METAL"):
@@ -51,8 +32,18 @@ def measured(request, tmp_path_factory):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_restored_run_equals_one_that_never_left_memory(measured, arch):
+    """From SSD in a new process; and what another process wrote while this one had the folder open."""
     _, reports = measured
-    assert reports[arch]["transparent"] == 0.0
+    assert reports[arch]["transparent"] == 0.0 and reports[arch]["first"]["other"]["transparent"] == 0.0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_ram_gives_what_ssd_gives(measured, arch):
+    """As far, for the same reasons, and the same bits."""
+    _, reports = measured
+    first = reports[arch]["first"]
+    assert first["ram"] == reports[arch]["restored"] and first["ram_sources"] == ["ram"]
+    assert reports[arch]["ram"] == 0.0
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -60,7 +51,8 @@ def test_a_restored_run_equals_a_plain_cold_one(measured, arch):
     mode, reports = measured
     report = reports[arch]
     bound = FAST if mode == "fast" else INEXACT.get(arch, (0.0, ""))[0]
-    assert report["promise"] <= bound * report["scale"]
+    for each in (report, report["first"]["other"]):
+        assert each["promise"] <= bound * each["scale"]
     restored, cold = report["text"]
     assert restored == cold and len(cold) == 64
 
@@ -78,3 +70,5 @@ def test_every_kept_boundary_is_resumed(measured, arch):
             candidates = [e for e in ends if e < p] + ([p - p % BLOCK] if arch == "gemma3_text" else [])
             assert cached <= p - 1 and cached >= max([0, *[c for c in candidates if c < p]])
         assert (reason is None) == (cached == p + length - 1)
+    for p, _, cached, _ in reports[arch]["first"]["other"]["restored"]:
+        assert cached == p

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from mlxkv.cache import keeper
 from mlxkv.cache.eviction import evict, free
-from tests.cache.drafts import BLOCK, chain, entry, held, open_store, put, tokens
+from mlxkv.cache.ledger import minimum
+from tests.cache.drafts import BLOCK, LAYOUT, chain, entry, held, open_store, put, tokens
 from tests.cache.stores import Written, prompt, records, reopened
 from tests.probe import run
 
@@ -141,3 +145,29 @@ def test_a_model_over_its_share_gives_first(tmp_path):
     small = open_store(tmp_path / "c", "small", budget=8 << 20)
     assert held(small, few) == ["rows+state"] * 4
     small.close()
+
+
+def test_a_folder_too_small_for_its_tips_does_not_write_them_for_ever(tmp_path, monkeypatch):
+    """Three conversations take turns where one tip has room: each is written twice, then an hour later again."""
+    now = [1e6]
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    store = open_store(tmp_path / "c", budget=(5 << 20) // 2 + minimum(LAYOUT, BLOCK))
+    drafts = [chain(store, tokens(seed, BLOCK), weight=1 << 19)[0] for seed in range(3)]  # 2 MiB of state
+    for draft in drafts:
+        draft.meta = dataclasses.replace(draft.meta, role="tip")
+
+    def rounds(n: int) -> int:
+        """How many states of them were written in ``n`` rounds."""
+        before = store.writer.counters.written_bytes
+        for draft in drafts * n:
+            put(store, [draft])
+        return round((store.writer.counters.written_bytes - before) / (2 << 20))
+
+    assert rounds(6) == 6
+    assert store.writer.counters.skipped.again == 8 * (2 << 20)  # one of the three is still there
+    assert rounds(2) == 0 and not store.writer.counters.faults
+    now[0] += 3601
+    assert rounds(6) == 6
+    drafts[:] = [dataclasses.replace(d, meta=dataclasses.replace(d.meta, role="message")) for d in drafts]
+    assert rounds(3) > 6  # other states have the budget of their chain, and the day's
+    store.close()

@@ -174,6 +174,7 @@ def test_children_are_those_that_matter(stored, asked):
     assert [tuple(x) for x in lists if asked[: len(x)] == x] == prefixes
     longest = max((common(pack(s), pack(asked)) for s in stored), default=0)
     assert max((common(e.tokens, pack(asked)) for e in found), default=0) == longest
+    assert bool(found) == bool(stored)  # else a miss would say that nothing is stored here
 
 
 def test_looking_up_does_not_cost_more_with_more_neighbours(runs, tmp_path):

@@ -15,6 +15,7 @@ from tests.cache.synthetic import BLOCK, MODELS, ask
 MODEL = MODELS["mixed"]
 FIRST = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 LONGER, BRANCH = [*FIRST, 1, 1, 1, 1], [1, 2, 3, 4, 5, 9, 9]
+LONGEST = [*LONGER, 2, 2, 2]
 PROMPTS = [FIRST, LONGER, BRANCH]
 
 
@@ -24,7 +25,8 @@ def tape() -> Tape:
 
 
 def record() -> Tape:
-    """A chat, a branch of it, and an entry whose rows are written again because those before them were evicted."""
+    """A chat, a branch of it, merging, and an entry whose rows are written again because those before them were
+    evicted."""
     with scratch() as base, recorded(base / "c") as tape:
         folder = base / "c"
         store = MODEL.open(folder)
@@ -39,6 +41,13 @@ def record() -> Tape:
 
         for prompt in PROMPTS:
             go(prompt, 2, 6)
+        store.writer.merge()
+        assert store.writer.flush(20) and store.writer.counters.merged_blocks
+        tape.mark(folder, durable)
+        go(LONGEST, 10)
+        store.writer.merge()
+        assert store.writer.flush(20)
+        tape.mark(folder, durable)
         for path in sorted((folder / "records").rglob("*.rows.safetensors")):
             with Reader.open(path) as reader:
                 first_leaf = reader.meta.start == 0 and reader.meta.end < BLOCK

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mlxkv.cache.folder import CacheFolder
 from mlxkv.cache.index import Index
+from mlxkv.cache.opening import open_index
 from tests import tiny
 from tests.cache.stores import records
 from tests.cli.stored import Stored, forest, items
@@ -221,3 +223,30 @@ def test_keys_that_name_nothing_or_too_much(cache, stored):
             assert found.code == 2 and found.out == "" and says in found.err, wanted
     alone = os.path.commonprefix([keys[0], keys[1]]) + keys[0][len(os.path.commonprefix([keys[0], keys[1]]))]
     assert cache("show", alone.upper(), "--json").json["key"] == keys[0]
+
+
+def test_commands_see_all_of_an_index_that_was_just_built_again(cli, own, stored):
+    """Each takes in first what the run that built it left waiting."""
+
+    def listed(*args: str):
+        found = cli("cache", *args, "--json").json
+        if args[0] == "ls":
+            return sorted((e["key"], e["kinds"], e["chain_bytes"], e["resumable"]) for e in found["entries"])
+        if args[0] == "verify":
+            return found["records"], found["findings"], found["unreachable"]
+        if args[0] == "info":
+            return found["files_without_row"], [(m["root"], m["records"]) for m in found["models"]]
+        return {"removed": sorted(found["removed"])} if "removed" in found else (found["records"], found["waiting"])
+
+    key = items(own)[0].key.hex()
+    commands = [["ls", "--all"], ["stats"], ["info"], ["verify"], ["rm", key, "--dry-run"]]
+    commands.append(["prune", "--model", "llama", "--dry-run"])
+    before = [listed(*command) for command in commands]
+    for command, expected in zip(commands, before, strict=True):
+        (own / "index.sqlite").unlink()
+        open_index(CacheFolder(own), at_once=1).close()
+        left = Index(own, create=False)
+        assert left.waiting() == len(records(own)) - 1
+        left.close()
+        seen = listed(*command)
+        assert sorted(map(str, seen)) == sorted(map(str, expected)), command

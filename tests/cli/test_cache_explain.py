@@ -124,8 +124,10 @@ def test_other_weights_and_switched_off(foretold, cli, tmp_path, model):
     assert foretold("hello", model=other)["miss_reason"] == "other_model"
     assert foretold("hello", "--no-cache")["miss_reason"] == "off"
     (tmp_path / "file").write_text("no folder")
-    told = foretold("hello", "--cache-dir", tmp_path / "file")
+    told = foretold("hello", "--cache-dir", tmp_path / "file", "--ram-budget", 0)
     assert told["miss_reason"] == "off" and "cannot be used" in told["why"]
+    told = foretold("hello", "--cache-dir", tmp_path / "file")  # RAM is there, and empty when a process starts
+    assert told["miss_reason"] == "empty" and "kept on disk" in told["why"] and "cannot be used" in told["why"]
 
 
 def test_asking_is_no_use(cli, home, model):

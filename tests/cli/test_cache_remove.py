@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from mlxkv.cache import removal
 from mlxkv.cache.catalogue import Catalogue, Forest
+from mlxkv.cache.eviction import free
 from mlxkv.cache.folder import CacheFolder
 from mlxkv.cache.index import Entry, Index
 from mlxkv.cache.verify import verify
@@ -59,7 +61,7 @@ def test_prune_to_a_size(cache, folder, stored, share):
     total = CacheFolder(folder).size()
     target = int(total * share)
     seen = cache("prune", "--to", target, "--dry-run").json
-    assert seen["dry_run"] and seen["folder_bytes"] == total and seen["removed"]
+    assert seen["dry_run"] and seen["folder_bytes"] == total and seen["removed"] + seen["removed_states"]
     assert len(records(folder)) == len(records(stored.folder))
     found = cache("prune", "--to", target, "--yes").json
     assert found["removed"][: len(seen["removed"])] == seen["removed"] and found["kept"] == 0
@@ -69,6 +71,9 @@ def test_prune_to_a_size(cache, folder, stored, share):
     beside = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".safetensors")
     assert left <= max(target, beside)
     assert {i.key.hex() for i in items(folder)} == {i.key.hex() for i in items(stored.folder)} - set(found["removed"])
+    without = {i.key.hex() for i in items(stored.folder) if "state" in i.sizes} - set(found["removed"])
+    without -= {i.key.hex() for i in items(folder) if "state" in i.sizes}
+    assert without == set(found["removed_states"])  # of these only the state is gone
     sound(folder)
     stored.hybrid.ask(live)  # the answer is the cold one
     stored.hybrid.ask(live, keep=True)
@@ -82,12 +87,26 @@ def test_prune_takes_what_was_not_used_for_longest(cache, folder):
     plain = {i.key for i in held.items.values() if "state" not in held.kinds(i.root)}
     age(folder, held.items.keys() - plain, 1000)
     size = CacheFolder(folder).size()
-    removed = set(cache("prune", "--to", size - 1, "--dry-run").json["removed"])
-    assert len(removed) == 1 and not removed & {key.hex() for key in plain}
+    seen = cache("prune", "--to", size - 1, "--dry-run").json
+    removed = seen["removed"] + seen["removed_states"]
+    assert len(removed) == 1 and removed[0] not in {key.hex() for key in plain}
     age(folder, plain, 5000)
     removed = cache("prune", "--to", "1", "--yes").json["removed"]
     assert {bytes.fromhex(key) for key in removed[: len(plain)]} == plain
     assert len(removed) == len(held.items)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
+def test_prune_removes_what_the_store_itself_would_evict(cache, folder, tmp_path, share):
+    tips = sorted(forest(folder).tips(), key=lambda i: i.key)
+    age(folder, {tips[0].key, tips[-1].key}, 1000)
+    other = CacheFolder(Path(shutil.copytree(folder, tmp_path / "other")))
+    found = cache("prune", "--to", int(CacheFolder(folder).size() * share), "--yes").json
+    assert found["bytes"] > 0
+    index = Index(other.path)
+    assert free(other, index, found["bytes"]).bytes == found["bytes"]
+    index.close()
+    assert [path.name for path in records(folder)] == [path.name for path in records(other.path)]
 
 
 def test_prune_to_a_size_takes_first_what_serves_nobody(cache, folder):
@@ -187,24 +206,26 @@ def test_what_others_need_meanwhile_stays(folder):
     """Between planning and removing another process used one entry and stored something on another."""
     index = Catalogue(folder)
     planned = removal.plan_pruning(CacheFolder(folder), index, to=0, before=None, model=None)
-    tips = Forest(planned.items).tips()
+    assert len(planned.entries) == len(items(folder)) and not planned.states
+    tips = Forest(planned.entries).tips()
     used, grown = tips[0], tips[1]
     other = Index(folder)
     other.touch([used.key])
     other.add_entry(Entry(b"k" * 32, grown.root, grown.key, 32, 33, 32, None, b"\1\0\0\0", frozenset()), {})
     other.close()
-    gone, _, freed, kept = removal.prune(CacheFolder(folder), index, lambda: planned)
+    done = removal.prune(CacheFolder(folder), index, lambda: planned)
     index.close()
     held = forest(folder)
-    assert {used.key, grown.key} <= held.items.keys()
+    assert {used.key, grown.key} <= held.items.keys() and held.items[used.key].sizes == used.sizes
     assert held.chain(held.items[used.key])[1] is None and held.chain(held.items[grown.key])[1] is None
-    assert kept == len(planned.items) - len(gone) > 1
-    assert gone and freed == sum(i.bytes for i in gone) and not {i.key for i in gone} & held.items.keys()
+    assert done.kept == len(planned.units) - len(done.units) > 1
+    assert done.entries and done.bytes == planned.bytes - sum(i.bytes for i in held.items.values())
+    assert not {i.key for i in done.entries} & held.items.keys()
 
 
 def test_ctrl_c_stops_after_a_whole_step(cache, folder, monkeypatch):
     monkeypatch.setattr(removal, "BATCH", 2)
-    before = len(items(folder))
+    before = len(records(folder))
     unlink = Path.unlink
 
     def interrupted(self, missing_ok=False):
@@ -216,5 +237,5 @@ def test_ctrl_c_stops_after_a_whole_step(cache, folder, monkeypatch):
     monkeypatch.setattr(Path, "unlink", interrupted)
     found = cache("prune", "--to", "1", "--yes")
     assert found.code == 130 and found.out == "" and "Traceback" not in found.err
-    assert len(items(folder)) == before - 2
+    assert len(records(folder)) == before - 2
     sound(folder)

@@ -25,6 +25,17 @@ def test_a_turn_a_line(chat):
     assert len(found.out.splitlines()) >= 2
 
 
+def test_a_folder_that_is_refused_leaves_ram_and_says_so(chat, cli, model, home):
+    (home / "file").write_text("no folder")
+    found = chat("hello\nand again\n", "--json", "--cache-dir", home / "file")
+    one, two = found.lines
+    assert "nothing is kept on disk, only in RAM" in found.err and str(home / "file") in found.err
+    assert (one["cache"]["miss_reason"], two["cache"]["source"]) == ("empty", "ram")
+    assert two["usage"]["cached_tokens"] >= one["usage"]["prompt_tokens"] + one["usage"]["completion_tokens"] - 1
+    asked = cli("run", "hello", "--model", model, "--max-tokens", 1, "--cache-dir", home / "file")
+    assert asked.code == 0 and "nothing is kept on disk, only in RAM" in asked.err
+
+
 def test_json_prints_one_object_a_turn(chat):
     one, two = chat("hello\n\nand again\n", "--json").lines
     assert (one["turn"], two["turn"]) == (1, 2) and one["session"] == two["session"]

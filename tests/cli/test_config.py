@@ -71,9 +71,11 @@ def test_bad_sizes(text):
         ({"MLXKV_CACHE_BUDGET": "80%"}, ["MLXKV_CACHE_BUDGET", "20GB"]),
         ({"MLXKV_DTYPE": "int8"}, ["MLXKV_DTYPE", "bf16"]),
         ({"MLXKV_NUMERICS": "slow"}, ["MLXKV_NUMERICS", "fast or exact"]),
+        ({"MLXKV_SPLIT": "sometimes"}, ["MLXKV_SPLIT", "'sometimes'", "auto, always or never"]),
         ({"MLXKV_SEED": "1.5"}, ["MLXKV_SEED"]),
         ({"MLXKV_TEMPERATURE": "nan"}, ["MLXKV_TEMPERATURE", "nan"]),
         ({"MLXKV_TEMP": "1", "MLXKV_TEMPERATURE": "1"}, ["MLXKV_TEMP ", "MLXKV_TEMPERATURE"]),
+        ({"MLXKV_STORE_BITS": "5"}, ["MLXKV_STORE_BITS", "'5'", "4, 8 or off"]),
         ({"MLXKV_CONFIG": "/nonexistent/c.toml"}, ["MLXKV_CONFIG", "/nonexistent/c.toml"]),
     ],
 )
@@ -94,6 +96,9 @@ def test_environment_errors_name_the_variable(environ, parts):
         ("max_tokens = 2.5", ["max_tokens", "2.5"]),
         ("model = 5", ["model", "5"]),
         ("seed = true", ["seed", "True"]),
+        ("store_bits = 8.0", ["store_bits", "8.0", "4, 8 or off"]),
+        ("store_bits = true", ["store_bits", "True"]),
+        ("cache_salt = 5", ["cache_salt", "5"]),
         ('temp = "a\ntop_p = 1', ["TOML", "line 1"]),
     ],
 )
@@ -103,6 +108,22 @@ def test_file_errors_name_file_and_key(home, text, parts):
         Settings.load()
     for part in [str(file), *parts]:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "expected"),
+    [
+        ("", {}, {}, None),
+        ("store_bits = 8", {}, {}, 8),
+        ("store_bits = 8", {"MLXKV_STORE_BITS": "4"}, {}, 4),
+        ("store_bits = 8", {}, {"store_bits": "off"}, None),
+        ('store_bits = "off"', {}, {"store_bits": "4"}, 4),
+    ],
+)
+def test_store_bits(home, text, environ, flags, expected):
+    write(home, text)
+    found = Settings.load(flags, os.environ | environ)
+    assert found.store_bits == expected and found.engine_options()["store_bits"] == expected
 
 
 def test_a_bad_value_is_told_even_where_a_flag_hides_it(home):
@@ -127,6 +148,29 @@ def test_numerics_and_blas_reach_the_environment(home, monkeypatch):
     monkeypatch.setenv("MLXKV_BLAS", "")
     Settings.load().apply_environment()
     assert (os.environ["MLXKV_NUMERICS"], os.environ["MLXKV_BLAS"]) == ("fast", "none")
+
+
+def test_split_reaches_the_engine(home, cli, tiny_model, monkeypatch):
+    from mlxkv.decode import runtime
+
+    seen = []
+    by = runtime.Split.by
+
+    def note(setting, device, layout):
+        seen.append((setting, found := by(setting, device, layout)))
+        return found
+
+    monkeypatch.setattr(runtime.Split, "by", note)
+    write(home, "split = 'never'")
+    monkeypatch.setenv("MLXKV_SPLIT", "")
+    ask = ("run", "hello", "--model", tiny_model("qwen3_5"), "--max-tokens", 1, "--json")
+    assert cli(*ask).code == 0 and cli(*ask, "--split", "always").code == 0
+    monkeypatch.setenv("MLXKV_SPLIT", "auto")
+    assert cli(*ask).code == 0
+    assert [setting for setting, _ in seen] == ["never", "always", "auto"]
+    assert seen[0][1].near > 0 == seen[1][1].near
+    bad = cli(*ask, "--split", "often")
+    assert bad.code == 2 and "--split is 'often'" in bad.err and "auto, always or never" in bad.err
 
 
 def test_every_engine_option_exists():

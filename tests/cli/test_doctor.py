@@ -73,10 +73,32 @@ def test_a_cache_folder_that_cannot_be(cli, home, model):
     assert found.code == 0 and "chmod 700" in checks(found)["cache"]["cure"]
 
 
+def test_a_volume_without_locks(cli, home, model, monkeypatch):
+    def flock(fd, what):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    found = cli("doctor", "--model", model, "--json")
+    seen = checks(found)["cache"]
+    assert found.code == 1 and seen["status"] == "fail"
+    assert "locks do not work" in seen["detail"] and "only in RAM" in seen["cure"]
+    assert not list(home.glob(".mlxkv-probe-*"))
+
+
 def test_selftest(cli, model):
     found = cli("doctor", "--model", model, "--selftest", "--json")
     assert found.code == 0, found.out
     assert any(name.startswith("selftest ") for name in checks(found))
+
+
+def test_what_is_set_is_told_but_no_secret(cli, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLXKV_CACHE_SALT", "walrus")
+    found = cli("doctor", "--model", model, "--store-bits", 8, "--json")
+    assert "cache_salt=… (env MLXKV_CACHE_SALT)" in checks(found)["config"]["detail"] and "walrus" not in found.out
+    assert checks(found)["store bits"]["status"] == "ok"
+    recurrent = tiny.make("mamba2", tmp_path / "recurrent")
+    found = checks(cli("doctor", "--model", recurrent, "--store-bits", 8, "--json"))["store bits"]
+    assert found["status"] == "warn" and "changes nothing" in found["detail"]
 
 
 def test_a_head_is_found(cli, model, tmp_path):

@@ -164,7 +164,8 @@ def test_no_model_says_how_to_get_one(cli, monkeypatch, tmp_path):
 
 def test_cache_stats(cli, ask):
     empty = cli("cache", "stats", "--json").json
-    assert empty == {"entries": 0, "records": 0, "bytes": 0, "written_today": 0, "by_model": []}
+    nothing = {"entries": 0, "records": 0, "waiting": 0, "bytes": 0, "written_today": 0, "merged_today": 0}
+    assert empty == {**nothing, "by_model": []}
     ask(CONVERSATION)
     found = cli("cache", "stats", "--json").json
     assert found["entries"] > 0 and found["records"] > 0 and found["bytes"] > 0

@@ -9,7 +9,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
+import mlxkv
 from mlxkv.decode.prompt import build
 from mlxkv.decode.request import Request
 from mlxkv.decode.text import decode
@@ -137,3 +139,24 @@ def test_a_slow_tokenizer_tells_where_messages_end():
 def test_what_is_no_token_id_is_refused(tokens):
     with pytest.raises(RequestError, match="is not a token id"):
         build(Request(tokens=tokens), byte_level(), set(), unknown)
+
+
+def test_the_template_is_compiled_before_the_first_request(tmp_path):
+    compiled = chat_template_utils._compile_jinja_template
+    text = "{# only here #}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    folder = tiny.make("llama", tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(text)
+    before = compiled.cache_info().misses
+    with mlxkv.load(folder, cache=False) as engine:
+        assert compiled.cache_info().misses == before + 1
+        mlxkv.generate(engine, "hello", max_tokens=1)
+    assert compiled.cache_info().misses == before + 1
+
+
+def test_a_template_that_cannot_be_compiled_is_told_to_the_request(tmp_path):
+    folder = tiny.make("llama", tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    with mlxkv.load(folder, cache=False) as engine:
+        with pytest.raises(RequestError, match="chat template refuses"):
+            mlxkv.generate(engine, "hello", max_tokens=1)
+        assert mlxkv.generate(engine, [1, 2, 3], max_tokens=1).token_ids

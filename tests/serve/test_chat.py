@@ -9,6 +9,8 @@ import httpx
 import pytest
 from openai import BadRequestError, NotFoundError
 
+from tests.serve.conftest import running
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me about the sea."}]
 
 
@@ -127,6 +129,21 @@ def test_a_salt_shares_nothing(client):
     assert cached("a") == 0
     assert cached("a") > 0
     assert cached("b") == 0
+
+
+def test_the_servers_own_salt_is_for_requests_that_name_none(server):
+    """Given its own as an empty text, a request names none."""
+    with running(server.engine, cache_salt="house") as salted, httpx.Client(timeout=30) as http:
+
+        def ask(url, **more):
+            body = {"model": "llama", "messages": [{"role": "user", "content": "whose is it?"}], "max_tokens": 2} | more
+            found = http.post(f"{url}/v1/chat/completions", json=body).json()
+            return found["usage"]["prompt_tokens_details"]["cached_tokens"] == found["usage"]["prompt_tokens"] - 1
+
+        assert not ask(salted.url)
+        assert ask(salted.url) and ask(salted.url, cache_salt="") and ask(server.url, cache_salt="house")
+        assert not ask(server.url) and not ask(salted.url, cache_salt="mine")
+        assert ask(server.url, cache_salt="mine")
 
 
 def test_models_and_health(client, http):

@@ -15,7 +15,7 @@ from ..keys import Identity, KeySpace
 from ..layout import Layout
 from ..ram import Draft
 from ..record import Body, Meta
-from .prefix import HostArrays, Prefix, Stand, Strip
+from .prefix import HostArrays, Prefix, Stand, Strip, load
 from .reasons import Refused
 
 #: a group holds so many bytes, or one entry
@@ -72,8 +72,11 @@ class Target:
     def _cuts(self, prefix: Prefix, stands: dict[int, Stand]) -> list[int]:
         last = len(prefix.tokens)
         cuts = set(range(self.space.block, last + 1, self.space.block)) | set(stands)
+        if self.layout.growing_only:
+            cuts.add(last)  # every place can be stood on
         if self.layout.windows:
-            cuts |= {s.start for stand in stands.values() for s in stand.strips if 0 < s.start < last}
+            ends = {end for stand in stands.values() for s in stand.strips for end in (s.start, s.end)}
+            cuts |= {end for end in ends if 0 < end < last}
         return sorted(cuts)
 
     def _meta(
@@ -111,8 +114,8 @@ class Target:
         bodies = {"rows": self._body("rows", prefix.rows(a, b) if self._has("rows") else {}, b - a)}
         if self._has("window") and (window := _windows(prefix.stands, a, b)) is not None:
             bodies["window"] = self._body("window", window, b - a)
-        if stand is not None and self.layout.needs_state:
-            bodies["state"] = self._body("state", stand.state, 0)
+        if stand is not None and self.layout.needs_state and (state := load(stand.state)) is not None:
+            bodies["state"] = self._body("state", state, 0)
         return Draft(meta, bodies, tuple(k for k in (meta.parent, meta.base) if k is not None))
 
     def _has(self, kind: str) -> bool:
@@ -144,10 +147,11 @@ def finite(dtype: str, array: np.ndarray) -> bool:
 def _windows(stands: tuple[Stand, ...], a: int, b: int) -> HostArrays | None:
     """Windowed rows [a, b), from one strip that covers them; None if no strip does."""
     strip = _strip(stands, a, b)
-    if strip is None:
+    arrays = load(strip.arrays) if strip is not None else None
+    if strip is None or arrays is None:
         return None
     out: HostArrays = {}
-    for name, (dtype, array) in strip.arrays.items():
+    for name, (dtype, array) in arrays.items():
         out[name] = dtype, np.ascontiguousarray(array[:, :, a - strip.start : b - strip.start])
     return out
 

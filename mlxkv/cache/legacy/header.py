@@ -204,6 +204,19 @@ class HostileFile:
             view, offset = view[got:], offset + got
 
 
+def read_small(path: Path, most: int) -> bytes:
+    """All of a regular file of at most ``most`` bytes. Raises Refused (NOT_A_FILE, UNREADABLE, HEADER_LENGTH)."""
+    fd, signature = _open(path)
+    try:
+        if signature.size > most:
+            raise Refused("HEADER_LENGTH", f"{signature.size:,} bytes", path)
+        return os.pread(fd, most + 1, 0)[: signature.size]
+    except OSError as e:
+        raise Refused("UNREADABLE", e.strerror or str(e), path) from None
+    finally:
+        os.close(fd)
+
+
 def _open(path: Path) -> tuple[int, Signature]:
     """An open regular file that is no link. Nothing else is opened: a device may do something when it is."""
     try:

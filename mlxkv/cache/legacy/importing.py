@@ -157,8 +157,9 @@ class Importer:
             if not dry_run:
                 self.store.writer.touch(next(reversed(outline)))  # so that what is new does not push it out
             self._settle(files, "already")
-        elif code := self._refused_before(files):
-            self._settle(files, code, "an earlier import found that out")
+        elif codes := self._refused_before(files):
+            for path, code in codes.items():
+                self._settle([path], code, "an earlier import found that out")
         else:
             try:
                 why = "" if dry_run else self._no_room(outline)
@@ -257,19 +258,18 @@ class Importer:
                 self.journal.touch(self.root, name, root, signature)
         return True
 
-    def _refused_before(self, files: list[Path]) -> str | None:
-        """The code with which an earlier import refused these very files, if it refused all of them."""
-        codes = []
+    def _refused_before(self, files: list[Path]) -> dict[Path, str]:
+        """The codes with which an earlier import refused these very files, if it refused all of them."""
+        codes = {}
         for path in files:
-            signature = self._good[path].signature
-            name = relative_name(self.root, path)
+            name, signature = relative_name(self.root, path), self._good[path].signature
             code = None
             if signature is not None:
                 code = self.journal.refusal(self.root, name, self.target.space.root, signature)
             if code is None:
-                return None
-            codes.append(code)
-        return next((code for code in codes if code != "CHAIN"), "CHAIN") if codes else None
+                return {}
+            codes[path] = code
+        return codes
 
     def _refuse_prefix(self, files: list[Path], error: Refused, dry_run: bool) -> None:
         """Rows are not what the source said. The file at fault gets its reason, the others hang on it."""

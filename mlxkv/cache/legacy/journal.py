@@ -108,6 +108,12 @@ class Journal:
     def close(self) -> None:
         self._db.close()
 
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     # consent
 
     def give_consent(self, source: Path, fingerprint: bytes) -> None:
@@ -251,7 +257,7 @@ class Journal:
                 raise sqlite3.DatabaseError(f"the journal of imports has version {version}, not {VERSION}")
             if not version:
                 self._db = db
-                with self._writing(0, 2 * len(_TABLES) + 4):
+                with self._writing(3 * PAGE * len(_TABLES), 1):
                     if not db.execute("PRAGMA user_version").fetchone()[0]:  # else another process was first
                         for statement in (*_TABLES, f"PRAGMA user_version={VERSION}"):
                             db.execute(statement)
@@ -299,8 +305,11 @@ class Journal:
         the file and SQLite's own rollback journal may grow by is reserved before, and counted afterwards. Raises
         NoRoom."""
         assert self._ledger is not None, "opened to look only"
-        grow = 2 * (size // PAGE + 1) + pages + 8
-        with _room(self._ledger, PAGE * (2 * grow + pages)):
+        grow = 3 * (size // PAGE + 1) + 8  # pages are a third full at least, and each tree has its own last one
+        have = self._db.execute("PRAGMA page_count").fetchone()[0]
+        # SQLite's own journal holds what pages were before, each with 8 bytes, behind a sector
+        before = 4096 + (min(pages + 8, have) + 1) * (PAGE + 8)
+        with _room(self._ledger, PAGE * grow + before):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 have = self._db.execute("PRAGMA page_count").fetchone()[0]

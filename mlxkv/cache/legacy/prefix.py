@@ -13,6 +13,12 @@ import numpy as np
 
 #: tensor name as in ``layout.tensor_name`` -> (safetensors dtype, C-contiguous array; bfloat16 as uint16)
 HostArrays = dict[str, tuple[str, np.ndarray]]
+#: arrays, or what reads them when they are wanted; None: there turned out to be nothing of use
+Arrays = HostArrays | Callable[[], HostArrays | None]
+
+
+def load(arrays: Arrays) -> HostArrays | None:
+    return arrays() if callable(arrays) else arrays
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Strip:
 
     start: int
     end: int
-    arrays: HostArrays
+    arrays: Arrays
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Stand:
     what windowed members hold there, as strips in order of position (none for a layout without)."""
 
     position: int
-    state: HostArrays
+    state: Arrays
     strips: tuple[Strip, ...] = ()
 
 

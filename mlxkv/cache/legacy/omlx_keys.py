@@ -1,0 +1,75 @@
+"""oMLX's own keys: the hash chain that names its block files, and the names under which it knows a model.
+
+``hash = SHA-256(model name, parent, text of the tuple of token ids[, text of the tuple of extra keys])``, concatenated
+without lengths; the parent of the first block is ``omlx-root``, that of another the 32 bytes of the hash before it.
+The model name is what oMLX loaded the model by: in real runs the full path of its folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePath
+
+ROOT = b"omlx-root"
+SUFFIX = ".safetensors"
+#: block sizes that oMLX has used; a folder may say others
+BLOCK_SIZES = (256, 512, 1024, 2048, 4096)
+MAX_BLOCK = 65_536
+#: the extra key of a partial block, made by another way of prefilling
+STATIC = "specprefill-static-exact-v1"
+
+_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+def block_hash(model: str, parent: bytes | None, tokens: Sequence[int], extra: Sequence[str] = ()) -> bytes:
+    """The hash of one block. ``parent``: the hash of the block before it, None for the first."""
+    h = hashlib.sha256(model.encode("utf-8", "surrogatepass"))
+    h.update(ROOT if parent is None else parent)
+    h.update(str(tuple(tokens)).encode())
+    if extra:
+        h.update(str(tuple(extra)).encode())
+    return h.digest()
+
+
+def chain(model: str, tokens: Sequence[int], block: int) -> Iterator[bytes]:
+    """The hashes of the full blocks of ``tokens``."""
+    parent: bytes | None = None
+    for at in range(0, len(tokens) - block + 1, block):
+        parent = block_hash(model, parent, tokens[at : at + block])
+        yield parent
+
+
+def digest_of(name: str) -> bytes | None:
+    """The hash that a file is named by, from its name; None for any other name."""
+    stem = name.removesuffix(SUFFIX)
+    return bytes.fromhex(stem) if stem != name and _NAME.fullmatch(stem) else None
+
+
+def is_hash(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
+
+
+def file_of(folder: Path, digest: bytes) -> Path:
+    name = digest.hex()
+    return folder / name[0] / (name + SUFFIX)
+
+
+def our_names(name: str, path: Path | None = None) -> tuple[str, ...]:
+    """The names that oMLX may know our model by, the likeliest first. ``path``: its folder, where it is known."""
+    paths = [path, path.resolve()] if path is not None else []
+    return tuple(dict.fromkeys([*(str(p) for p in paths), name, PurePath(name).name]))
+
+
+def same_model(theirs: str, ours: Sequence[str]) -> bool:
+    """Whether a model name in a file may mean our model: one of its names, or a path that ends in one. A model in the
+    hub's own cache is called ``…/models--org--name/snapshots/<revision>``."""
+    if theirs in ours:
+        return True
+    path = PurePath(theirs)
+    ends = {path.name, "/".join(path.parts[-2:])}
+    for part in path.parts:
+        if part.startswith("models--"):
+            ends |= {part.removeprefix("models--").replace("--", "/"), part.split("--")[-1]}
+    return any(e in ours or any(PurePath(o).name == e for o in ours) for e in ends if e)
