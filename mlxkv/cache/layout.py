@@ -140,10 +140,13 @@ class Layout:
         """The tensors of records of these kinds."""
         return [t for m in self.members if m.record in kinds for t in m.stored]
 
+    def held(self, *kinds: str) -> list[TensorSpec]:
+        """What the members of these record kinds hold; ``tensors`` are what records have of it."""
+        return [t for m in self.members if m.record in kinds for t in m.tensors]
+
     def fits(self, kinds: tuple[str, ...], arrays: dict[str, mx.array], rows: int) -> bool:
         """Whether ``arrays`` are just what the members of these record kinds hold of ``rows`` rows."""
-        held = (t for m in self.members if m.record in kinds for t in m.tensors)
-        want = {t.name: (t.dtype, t.sized(rows)) for t in held}
+        want = {t.name: (t.dtype, t.sized(rows)) for t in self.held(*kinds)}
         return want == {name: (DTYPE_NAME.get(a.dtype), a.shape) for name, a in arrays.items()}
 
     def describe(self) -> str:

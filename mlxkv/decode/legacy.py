@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..cache.adoption import take_in_all
 from ..cache.legacy.importing import target
 from ..cache.legacy.journal import Journal
 from ..cache.legacy.prompt_text import Candidate, candidates
 from ..cache.legacy.source import Context, Source
 from ..cache.legacy.sources import open_source
 from ..cache.store import PrefixStore
+from ..cache.unwritten import UnwrittenStore
 from ..errors import ConfigError
 from .explain import UNBOUNDED, looking
 from .options import EngineInfo, Options
@@ -90,9 +92,13 @@ def looked_at(options: Options, asked: Asked, *, stored: bool) -> Iterator[Opene
 
 
 def _store(runtime: Runtime, info: EngineInfo) -> PrefixStore:
-    if runtime.store is None:
-        raise ConfigError(f"Nothing can be imported, the prefix store is off: {info.store_off}.", "")
-    return runtime.store
+    """The runtime's store, with all that its folder holds in the index: what is there already is found. Raises
+    ConfigError where nothing can be stored."""
+    store, off = runtime.store, info.store_off or info.disk_off
+    if store is None or isinstance(store, UnwrittenStore):
+        raise ConfigError(f"Nothing can be imported, for nothing can be kept on disk: {off}.")
+    take_in_all(store.folder, store.index)
+    return store
 
 
 def _readings(request: Request, tokenizer: Any) -> tuple[Candidate, ...]:

@@ -104,6 +104,26 @@ def test_without_a_store_there_is_nothing_to_import_into(cli, old):
     assert cli("cache", "import", old, "--no-cache").code == 2
 
 
+def test_a_folder_that_cannot_be_written_is_said(cli, old, tmp_path):
+    (tmp_path / "c").write_text("a file")
+    found = cli("cache", "import", old, "--assume-same-weights")
+    assert found.code == 2 and "on disk" in found.err
+
+
+def test_rows_are_quantised_where_the_store_has_them_so(cli, old, tmp_path):
+    done = cli("cache", "import", old, "--assume-same-weights", "--store-bits", "8", "--json").json
+    assert done["imported"]["files"] == 8
+    (tmp_path / "t.json").write_text(json.dumps(tiny.ids(40, seed=3)))
+    asked = ("run", "--prompt-tokens", tmp_path / "t.json", "--max-tokens", "1", "--json")
+    ran = cli(*asked, "--store-bits", "8").json
+    assert (ran["cache"]["source"], ran["usage"]["cached_tokens"]) == ("ssd", 35)
+    assert cli(*asked, "--no-cache").json["token_ids"] == ran["token_ids"]
+    with look(tmp_path / "c") as index:
+        entry = next(iter(index.items()))
+    shown = cli("cache", "show", entry.key.hex(), "--json").json
+    assert {r["store_bits"] for r in shown["records"]} == {8}
+
+
 @pytest.mark.parametrize(
     "args", [("--prompt", "x", "--prompt-file", "y"), ("--raw",), ("--prompt", "a", "--prompt-tokens", "b")]
 )

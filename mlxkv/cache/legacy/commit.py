@@ -3,7 +3,7 @@ for: only what is stored with all its rows counts as imported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..planner import Planner
@@ -30,7 +30,7 @@ def take(store: PrefixStore, groups: Iterable[list[Draft]], salt: str = "", *, w
     taken = Taken()
     planner = Planner(store.view, store.space(salt), store.layout)
     for group in groups:
-        todo = [d for d in group if not _there(store, planner, d)]
+        todo = [d for d in group if not there(store, planner, d.meta.key, d.bodies)]
         taken.keys += [d.meta.key for d in group]
         taken.records.update((d.meta.key, frozenset(d.bodies)) for d in group)
         if not todo:
@@ -64,6 +64,7 @@ def missing(store: PrefixStore, records: Mapping[bytes, frozenset[str]], salt: s
     return out
 
 
-def _there(store: PrefixStore, planner: Planner, draft: Draft) -> bool:
-    entry = store.view.entry(draft.meta.key)
-    return entry is not None and planner.complete(draft.meta.key) and set(draft.bodies) <= entry.kinds
+def there(store: PrefixStore, planner: Planner, key: bytes, kinds: Collection[str]) -> bool:
+    """Whether RAM or disk has these records of an entry, and all rows that it needs."""
+    entry = store.view.entry(key)
+    return entry is not None and planner.complete(key) and {*kinds} <= entry.kinds

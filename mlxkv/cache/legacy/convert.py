@@ -6,11 +6,13 @@ stored for the span that its strips cover: where that begins inside a block, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 
+from ..host import private_copy
 from ..keys import Identity, KeySpace
 from ..layout import Layout
 from ..ram import Draft
@@ -31,12 +33,17 @@ class Target:
     identity: Identity
     software: str
 
-    def drafts(self, prefix: Prefix) -> Iterator[list[Draft]]:
-        """Groups of drafts, in the order in which they hang on each other. Raises Refused (SHAPE, DTYPE, NOT_FINITE,
-        SHORT) where what the prefix gives is not what the layout holds."""
+    def drafts(
+        self, prefix: Prefix, skip: Callable[[bytes, frozenset[str]], bool] = lambda key, kinds: False
+    ) -> Iterator[list[Draft]]:
+        """Groups of drafts, in the order in which they hang on each other, but for those of which ``skip(key, kinds)``
+        says that these records are not wanted: they are not read. Raises Refused (SHAPE, DTYPE, NOT_FINITE, SHORT)
+        where what the prefix gives is not what the layout holds."""
         group: list[Draft] = []
         size = 0
         for meta, stand in self._entries(prefix):
+            if skip(meta.key, frozenset(self._kinds(prefix, meta, stand))):
+                continue
             draft = self._draft(prefix, meta, stand)
             if group and size + draft.nbytes > GROUP_BYTES:
                 yield group
@@ -49,13 +56,17 @@ class Target:
     def outline(self, prefix: Prefix) -> Iterator[tuple[bytes, dict[str, int]]]:
         """What ``drafts`` would make, without reading a row: (key, record kind -> bytes of its tensors)."""
         for meta, stand in self._entries(prefix):
-            kinds = ["rows"]
-            if self._has("window") and _strip(prefix.stands, meta.row_start, meta.end) is not None:
-                kinds.append("window")
-            if stand is not None and self.layout.needs_state:
-                kinds.append("state")
-            rows = meta.end - meta.row_start
+            rows, kinds = meta.end - meta.row_start, self._kinds(prefix, meta, stand)
             yield meta.key, {kind: sum(t.nbytes(rows) for t in self.layout.tensors(kind)) for kind in kinds}
+
+    def _kinds(self, prefix: Prefix, meta: Meta, stand: Stand | None) -> list[str]:
+        """The records of an entry, unless reading shows that something is of no use."""
+        kinds = ["rows"]
+        if self._has("window") and _strip(prefix.stands, meta.row_start, meta.end) is not None:
+            kinds.append("window")
+        if stand is not None and self.layout.needs_state:
+            kinds.append("state")
+        return kinds
 
     def _entries(self, prefix: Prefix) -> Iterator[tuple[Meta, Stand | None]]:
         """Every entry of a prefix, and where it ends at one, its stand."""
@@ -107,6 +118,7 @@ class Target:
             compute=self.identity.compute_json(),
             software=self.software,
             role="message" if stand is not None and self.layout.needs_state else "",
+            store_bits=self.layout.store_bits or 0,
         )
 
     def _draft(self, prefix: Prefix, meta: Meta, stand: Stand | None) -> Draft:
@@ -122,8 +134,8 @@ class Target:
         return any(True for _ in self.layout.tensors(kind))
 
     def _body(self, kind: str, arrays: HostArrays, rows: int) -> Body:
-        """The body of a record, after its names, dtypes, shapes and values were compared with the layout."""
-        specs = {t.name: t for t in self.layout.tensors(kind)}
+        """The body of a record, after names, dtypes, shapes and values were compared with what the model holds."""
+        specs = {t.name: t for t in self.layout.held(kind)}
         if set(arrays) != set(specs):
             odd = sorted(set(arrays) ^ set(specs))
             raise Refused("LAYOUT", f"{kind}: {', '.join(odd[:4])} on one side only")
@@ -134,7 +146,24 @@ class Target:
                 raise Refused("SHAPE", f"{name} is {array.shape}, the model keeps {specs[name].sized(rows)}")
             if not finite(dtype, array):
                 raise Refused("NOT_FINITE", name)
-        return Body.of(arrays)
+        return Body.of(self._packed(arrays))
+
+    def _packed(self, arrays: HostArrays) -> HostArrays:
+        """Rows quantised where the layout stores them so, as a recorder does it."""
+        out: HostArrays = {}
+        for name, (dtype, array) in arrays.items():
+            if name not in self.layout.packings:
+                out[name] = dtype, array
+                continue
+            live = mx.array(array)
+            live = live.view(mx.bfloat16) if dtype == "BF16" else live
+            parts = self.layout.packings[name].pack(name, live)
+            mx.eval(*parts.values())
+            for part, packed in parts.items():
+                out[part] = private_copy(packed)
+                if not finite(*out[part]):
+                    raise Refused("NOT_FINITE", f"{name}, once it is quantised")
+        return out
 
 
 def finite(dtype: str, array: np.ndarray) -> bool:

@@ -48,6 +48,7 @@ class _Chain:
     #: why there is no state in a block
     stateless: dict[int, Refused] = field(default_factory=dict)
     spoiled: Callable[[int], None] = lambda i: None
+    tick: Callable[[], None] = lambda: None
     _modes: dict[int, str] = field(default_factory=dict)
     _digests: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
@@ -113,11 +114,14 @@ class _Chain:
     # check 7: composites agree on the rows that they share
 
     def compare(self) -> None:
-        """Refuse composites whose rows are not those of the composites before them. Each is compared with the one
-        before, and the one that is used for all rows with each."""
+        """Refuse composites whose rows are not those of the composites before them. The one that is used for all rows
+        is compared with each; if they do not agree, each with the one before, too."""
         before: int | None = None
         accepted: list[int] = []
-        for i in [i for i in sorted(self.blocks) if self._composite(i)]:
+        composites = [i for i in sorted(self.blocks) if self._composite(i)]
+        if not composites or all(self._digest(composites[-1], j) == self._digest(j, j) for j in composites[:-1]):
+            return
+        for i in composites:
             if before is not None and self._digest(i, before) != self._digest(before, before):
                 self._drop(i, "OTHER_ROWS")
                 continue
@@ -139,6 +143,7 @@ class _Chain:
     def _digest(self, i: int, j: int) -> bytes:
         """Of the rows of block j that block i holds."""
         if (i, j) not in self._digests:
+            self.tick()
             h = xxhash.xxh3_128()
             fitted = self.blocks[i]
             with fitted.block.file as file:
@@ -295,14 +300,17 @@ def follow(
     block: int,
     find: Callable[[int], Fitted | None],
     spoiled: Callable[[int], None] = lambda i: None,
+    tick: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """What the chain over ``tokens`` gives. ``find(i)`` reads block i: None if it is not there; raises Refused.
-    ``spoiled`` is told, while the prefix is read, which blocks turn out not to be usable after all."""
-    chain = _Chain(layout, tokens, block)
+    ``spoiled`` is told, while the prefix is read, which blocks turn out not to be usable after all. ``tick`` is called
+    now and then, and may raise to stop."""
+    chain = _Chain(layout, tokens, block, tick=tick)
     count = len(tokens) // block
     there: list[int] = []
     mixed = False
     for i in range(count):
+        tick()
         try:
             if (fitted := find(i)) is None:
                 continue

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 ROOT = b"omlx-root"
 SUFFIX = ".safetensors"
@@ -25,20 +26,38 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 
 def block_hash(model: str, parent: bytes | None, tokens: Sequence[int], extra: Sequence[str] = ()) -> bytes:
     """The hash of one block. ``parent``: the hash of the block before it, None for the first."""
-    h = hashlib.sha256(model.encode("utf-8", "surrogatepass"))
-    h.update(ROOT if parent is None else parent)
-    h.update(str(tuple(tokens)).encode())
-    if extra:
-        h.update(str(tuple(extra)).encode())
-    return h.digest()
+    return _hash(model, parent, _text(tokens) + (_text(extra) if extra else b""))
 
 
 def chain(model: str, tokens: Sequence[int], block: int) -> Iterator[bytes]:
     """The hashes of the full blocks of ``tokens``."""
+    return next(chains([model], tokens, block))
+
+
+def chains(models: Iterable[str], tokens: Sequence[int], block: int) -> Iterator[Iterator[bytes]]:
+    """The same for each of several names."""
+    texts = [_text(tokens[at : at + block]) for at in range(0, len(tokens) - block + 1, block)]
+    for model in models:
+        yield _chained(model, texts)
+
+
+def _chained(model: str, texts: list[bytes]) -> Iterator[bytes]:
     parent: bytes | None = None
-    for at in range(0, len(tokens) - block + 1, block):
-        parent = block_hash(model, parent, tokens[at : at + block])
+    for text in texts:
+        parent = _hash(model, parent, text)
         yield parent
+
+
+def _hash(model: str, parent: bytes | None, text: bytes) -> bytes:
+    h = hashlib.sha256(model.encode("utf-8", "surrogatepass"))
+    h.update(ROOT if parent is None else parent)
+    h.update(text)
+    return h.digest()
+
+
+def _text(items: Sequence[Any]) -> bytes:
+    """As Python writes a tuple."""
+    return str(tuple(items)).encode()
 
 
 def digest_of(name: str) -> bytes | None:

@@ -31,11 +31,11 @@ def expected(name: str) -> dict:
     return json.loads((FOLDERS / name / "expected.json").read_text())
 
 
-def ask(model: Path, cache: Path) -> dict:
+def ask(model: Path, cache: Path, options: dict) -> dict:
     tokens = fixture_model.tokens()
     files = [path.name for path in records(cache)]
     out = {"outdated": vars(survey(cache)), "files": len(files)}
-    rt = runtime(model, cache)
+    rt = runtime(model, cache, **options)
     logits, done = run(rt, tokens, keep=False, max_tokens=4)
     cold, plain = run(rt, tokens, use_cache=False, max_tokens=4)
     out |= {"logits": logits.tolist(), "cold": cold.tolist(), "sampled": done.token_ids, "plain": plain.token_ids}
@@ -54,14 +54,15 @@ def main(folder: Path) -> dict:
     tiny.write_tokenizer(model)
     out = {}
     for name in NAMES:
+        options = expected(name)["options"]
         lazy, eager = folder / name / "lazy", folder / name / "eager"
         for cache in (lazy, eager):
             shutil.copytree(FOLDERS / name / "cache", cache)
-        out[name] = {"lazy": ask(model, lazy)}
+        out[name] = {"lazy": ask(model, lazy, options)}
         done = upgrade(eager)
         assert done is not None
         out[name]["upgraded"] = {"before": vars(done.before), "after": vars(done.after), "records": done.records}
-        out[name]["eager"] = ask(model, eager)
+        out[name]["eager"] = ask(model, eager, options)
     return out
 
 

@@ -70,7 +70,7 @@ class Shelf:
             chains.setdefault(file.path.name.split("-")[0], []).append(file)
         for chain in chains.values():
             tokens = [t for file in chain for t in json.loads(file.metadata["tokens"])]
-            names = {t.name for t in self.context.target.layout.tensors("state")}
+            names = {t.name for t in self.context.target.layout.held("state")}
             stands = tuple(
                 Stand(STEP * (i + 1), {n: a for n, a in _arrays(file.path).items() if n in names})
                 for i, file in enumerate(chain)
@@ -88,7 +88,7 @@ class Shelf:
             file.check()
             arrays = {n: v for n, (_, v) in _arrays(file.path).items()}
             lo, hi = max(a - i * STEP, 0), min(b - i * STEP, STEP)
-            rows = {t.name: arrays[t.name][:, :, lo:hi] for t in self.context.target.layout.tensors("rows")}
+            rows = {t.name: arrays[t.name][:, :, lo:hi] for t in self.context.target.layout.held("rows")}
             if bad := next((n for n, v in rows.items() if not np.isfinite(v).all()), None):
                 raise Refused("NOT_FINITE", bad, file.path)
             parts.append(rows)

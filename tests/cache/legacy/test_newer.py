@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxkv.cache import opening
+from mlxkv.cache import adoption
 from mlxkv.cache.folder import CacheFolder
+from mlxkv.cache.opening import open_index
 from mlxkv.cache.record import NewerRecord, Reader, RecordError, checksum
 from mlxkv.cache.verify import verify
 from tests.cache.stores import Written, records
@@ -52,14 +53,26 @@ def test_they_stay_and_are_no_damage(written, tmp_path):
     assert not any((tmp_path / "c" / "quarantine").glob("*.state.*"))
 
 
-def test_no_room_is_made_at_their_cost(written, tmp_path, monkeypatch):
+def test_no_room_is_made_at_their_cost(written, tmp_path):
     written.copy(tmp_path / "c").store.close()
     folder = CacheFolder(tmp_path / "c")
-    paths = records(tmp_path / "c")
-    files = {path: to_schema(path, "7") for path in paths[:4]}
-    sizes = opening._weigh(folder)
-    opening._make_place(folder, sizes, 0)
+    files = {path: to_schema(path, "7") for path in records(tmp_path / "c")[:4]}
+    (tmp_path / "c" / "index.sqlite").unlink()
+    open_index(folder, budget=lambda size: 0).close()
     assert {path: path.read_bytes() for path in records(tmp_path / "c")} == files
+
+
+def test_those_that_wait_do_not_go_either(written, tmp_path):
+    written.copy(tmp_path / "c").store.close()
+    folder = CacheFolder(tmp_path / "c")
+    files = {path: to_schema(path, "7") for path in records(tmp_path / "c")[:4]}
+    (tmp_path / "c" / "index.sqlite").unlink()
+    index = open_index(folder, at_once=0)
+    while index.any_waiting():
+        adoption._give_up(folder, index, 1 << 40)
+    assert {path: path.read_bytes() for path in records(tmp_path / "c")} == files
+    assert dict(index.execute("SELECT name, bytes FROM ledger").fetchall())["inside"] == sum(map(len, files.values()))
+    index.close()
 
 
 @pytest.mark.parametrize("schema", ["2", "12"])

@@ -22,6 +22,9 @@ from tests.cache.legacy.frozen import FOLDERS, NAMES, expected
 from tests.cache.stores import records
 from tests.cache.test_equality import FAST
 
+#: rows in 8 bits are near what was computed, and always the same: measured 8e-4
+QUANTISED = 5e-3
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
@@ -43,8 +46,9 @@ def test_what_was_stored_is_resumed(found, name, how):
     mine, then = found[name][how], expected(name)
     assert (mine["cached"], mine["source"], mine["reason"]) == (fixture_model.LENGTH - 1, "ssd", None)
     logits = np.array(mine["logits"])
-    for other in (mine["cold"], then["logits"]):
-        assert np.abs(logits - other).max() <= FAST * np.abs(logits).max()
+    cold = QUANTISED if then["options"] else FAST
+    for other, bound in ((then["resumed"], FAST), (mine["cold"], cold), (then["logits"], cold)):
+        assert np.abs(logits - other).max() <= bound * np.abs(logits).max()
     assert mine["sampled"] == mine["plain"] == then["sampled"]
     assert mine["answer"] == then["sampled"]  # a client that sends the text back gets the very ids
     assert mine["kept"] and mine["findings"] == []
