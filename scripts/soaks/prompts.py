@@ -86,7 +86,7 @@ def _one(saved: Saved, arch: str, rng: random.Random, count: Prompts) -> None:
         count.worst[arch] = max(count.worst.get(arch, 0.0), difference)
         cached = completion.usage.cached_tokens
         count.imported += report.imported.files
-        # the table is for cuts at the ends of messages; mlx-lm's prefill was cut every few tokens, the cold run elsewhere
+        # the table is for cuts at message ends; mlx-lm was cut every few tokens here, the cold run elsewhere
         if difference > 2 * INEXACT.get(arch, (0.0, ""))[0] or cached != len(tokens) * report.imported.files:
             count.wrong.append(f"{what}: cached {cached}, {difference:.1e} off")
     _damage(saved, path, tokens, rng, count, what)

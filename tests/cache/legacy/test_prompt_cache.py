@@ -15,7 +15,7 @@ from mlxkv.cache.legacy.prompt_proof import Prover
 from mlxkv.cache.legacy.reasons import Refused
 from tests import tiny
 from tests.cache.legacy.prompt_files import LENGTH, Saved, imported, prefilled, refusal, with_model
-from tests.cache.stores import recached
+from tests.cache.stores import recached, reopened
 from tests.cache.test_equality import INEXACT
 from tests.probe import TOLERANCE, equal, run, runtime
 
@@ -378,3 +378,18 @@ def test_a_headed_model_says_so(saved, tmp_path):
         fit(file, headed.layout)
     assert caught.value.code == "HEAD" and caught.value.path == path
     headed.store.close()
+
+
+def test_a_store_that_keeps_rows_quantised_takes_them_quantised(saved, tmp_path):
+    s = saved("llama")
+    path = s.save(tmp_path / "saved.safetensors")
+    rt = reopened(s.rt, tmp_path / "c", store_bits=8)
+    try:
+        assert imported(rt, path, s.tokens).imported.files == 1
+        asked = [*s.tokens, *MORE]
+        logits, completion = run(rt, asked, keep=False)
+        assert completion.usage.cached_tokens == LENGTH
+        cold, _ = run(rt, asked, use_cache=False)
+        assert 0 < abs(logits - cold).max() < 0.2 * abs(cold).max()
+    finally:
+        rt.store.close()
