@@ -116,7 +116,8 @@ class PromptCacheSource:
         # the others name what a right prompt cannot mend
         worst = next((e for e in refusals if e.code != "PROMPT"), refusals[0])
         if worst.code == "NO_PROOF":
-            return self._trusted(contents, readings, worst), "trusted, not proven"
+            open_ones = [r for r, e in zip(readings, refusals, strict=True) if e.code == "NO_PROOF"]
+            return self._trusted(contents, open_ones, worst), "trusted, not proven"
         raise worst
 
     def _trusted(self, contents: Contents, readings: list[Candidate], why: Refused) -> Candidate:

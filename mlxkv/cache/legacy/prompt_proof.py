@@ -64,12 +64,14 @@ class Prover:
     exact: bool
 
     def prove(self, contents: Contents, tokens: list[int]) -> str:
-        """What was compared, for people. Raises Refused: NO_PROOF where no member holds a row for each token, PROMPT,
-        NUMERICS, STATE, WEIGHTS."""
+        """What was compared, for people. Raises Refused: PROMPT, NUMERICS, STATE, WEIGHTS; NO_PROOF where no member
+        holds a row for each token, after those that one holds were compared."""
         n = len(tokens)
-        target = next((m for m in contents.members if m.spec.record != "state" and m.holds(0, n)), None)
-        if target is None:
+        rows = [m for m in contents.members if m.spec.record != "state"]
+        whole = [m for m in rows if m.holds(0, n)]
+        if not rows:
             raise Refused("NO_PROOF")
+        target = (whole or rows)[0]
         caches = list(self.make_cache())
         members = members_of(caches)
         below = [(m, held) for m, held in zip(members, contents.members, strict=True) if m.path != target.spec.path]
@@ -84,6 +86,9 @@ class Prover:
             if member.path < target.spec.path:
                 self._compare_below(contents, member, held, n)
         self._sample(contents, tokens)
+        if not whole:
+            held = sum(run.end - run.start for run in target.runs)
+            raise Refused("NO_PROOF", f"its windows hold rows of {held} tokens, which are the prompt's, of {n}")
         return f"the rows of layer {target.label} are the prompt's"
 
     def _run(self, tap: _Tap, caches: list[Any], tokens: list[int], below: list[Member]) -> dict[str, mx.array]:
@@ -99,19 +104,23 @@ class Prover:
     def _compare(
         self, contents: Contents, target: FileMember, arrays: dict[str, mx.array], a: int, tokens: list[int], deep: bool
     ) -> None:
-        mine = _named(target.spec, arrays)
-        held = target.rows(contents.file, a, a + len(tokens))
-        distance, bound = _distance(target.spec, held, mine)
-        if len(bad := np.flatnonzero(~(distance <= bound))):
-            i = int(bad[0])
-            raise Refused(
-                "PROMPT",
-                f"token {a + i} (id {tokens[i]}) is the first whose row in layer {target.label} is another one than "
-                "this prompt and these weights give",
-                contents.file.path,
-            )
-        if self.exact and not _same(held, mine) and not (deep and bool((distance <= EXACT).all())):
-            raise Refused("NUMERICS", f"layer {target.label}: up to {distance.max():.1e} off", contents.file.path)
+        for run in target.runs:
+            x, y = max(a, run.start), min(a + len(tokens), run.end)
+            if x >= y:
+                continue
+            mine = _named(target.spec, {name: array[..., x - a : y - a, :] for name, array in arrays.items()})
+            held = target.rows(contents.file, x, y)
+            distance, bound = _distance(target.spec, held, mine)
+            if len(bad := np.flatnonzero(~(distance <= bound))):
+                i = x + int(bad[0])
+                raise Refused(
+                    "PROMPT",
+                    f"token {i} (id {tokens[i - a]}) is the first whose row in layer {target.label} is another one "
+                    "than this prompt and these weights give",
+                    contents.file.path,
+                )
+            if self.exact and not _same(held, mine) and not (deep and bool((distance <= EXACT).all())):
+                raise Refused("NUMERICS", f"layer {target.label}: up to {distance.max():.1e} off", contents.file.path)
 
     def _compare_below(self, contents: Contents, member: Member, held: FileMember, n: int) -> None:
         member.catch_up()

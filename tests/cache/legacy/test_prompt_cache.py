@@ -318,6 +318,10 @@ def test_a_window_that_has_come_round_alone_proves_nothing(saved, tmp_path):
     try:
         assert refusal(imported(rt, path, s.tokens))[0] == "NO_PROOF"
         assert refusal(imported(rt, path, s.tokens[:-1], trust_prompt=True))[0] == "PROMPT"
+        # the rows that it does hold are compared, trusted or not
+        other = [*s.tokens[:-4], s.tokens[-4] + 1, *s.tokens[-3:]]
+        code, detail = refusal(imported(rt, path, other, trust_prompt=True))
+        assert code == "PROMPT" and detail.startswith(f"token {LENGTH - 4} ")
         assert imported(rt, path, s.tokens, trust_prompt=True).imported.files == 1
         resumes(rt, s.tokens, LENGTH, 2e-6)
     finally:

@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
 from mlxkv.cache.layout import Layout, MemberSpec
 from mlxkv.cache.legacy.header import HostileFile
 from mlxkv.cache.legacy.prompt_members import fit
+from mlxkv.cache.legacy.prompt_text import candidates
 from mlxkv.cache.legacy.reasons import Refused
 from mlxkv.cache.tensors import TensorSpec
 from tests import tiny
@@ -388,3 +389,38 @@ def test_damage_in_what_is_proven_is_refused(saved, tmp_path):
     with s.store() as rt:
         code, detail = refusal(imported(rt, path, s.tokens))
         assert code == "NUMERICS" and "layer 0" in detail
+
+
+def test_the_readings_of_a_prompt(saved):
+    """Each list of ids once, likeliest first; what a template refuses is left out."""
+    tokenizer = saved("llama").rt.tokenizer
+
+    def texts(**given: Any) -> dict[str, str]:
+        return {c.how: tokenizer.decode(list(c.tokens)) for c in candidates(tokenizer, **given)}
+
+    assert list(texts(prompt="Hello there").values()) == ["<|im_start|>user\nHello there", "Hello there"]
+    assert list(texts(text="Hello there").values()) == ["Hello there"]
+    turn = "<|im_start|>user\nHello there<|im_end|>\n"
+    messages = [{"role": "user", "content": "Hello there"}]
+    expected = [f"{turn}<|im_start|>assistant\n", turn, "<|im_start|>user\nHello there"]
+    assert list(texts(messages=messages).values()) == expected
+
+    class Bare:
+        def apply_chat_template(self, *args: Any, **kwargs: Any) -> None:
+            raise ValueError("no template")
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [1] * add_special_tokens + [ord(c) for c in text]
+
+    found = candidates(Bare(), prompt="ab", messages=messages)
+    assert [c.tokens for c in found] == [(1, 97, 98), (97, 98)]
+
+    class Cut(Bare):
+        """0.19: what the template puts behind the text is cut off, and the text encoded, a second start included."""
+
+        def apply_chat_template(self, messages: Any, tokenize: bool = True, **options: Any) -> str:
+            if tokenize:
+                raise ValueError
+            return f"<{messages[0]['content']}>/"
+
+    assert [c.tokens for c in candidates(Cut(), prompt="ab")][-1] == (1, 60, 97, 98)
