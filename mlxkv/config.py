@@ -107,6 +107,14 @@ def _path(value: Any) -> Path:
     return Path(os.path.abspath(os.path.expanduser(_text(str(value) if isinstance(value, Path) else value))))
 
 
+def _paths(value: Any) -> tuple[Path, ...]:
+    """Folders: a list, or one text in which the system's path separator stands between them."""
+    parts = value.split(os.pathsep) if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        raise ValueError
+    return tuple(dict.fromkeys(_path(part) for part in parts if part != ""))
+
+
 def _choice(names: Mapping[str, str]) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if not isinstance(value, str) or value.lower() not in names:
@@ -157,6 +165,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "blas": (_text, "auto, none or the path of a BLAS library"),
     "ram_budget": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "write_budget": (parse_size, "a size such as 100GB; 0 to write nothing"),
+    "legacy_dirs": (_paths, f"folders of oMLX's cache: a list, or a text with {os.pathsep} between them"),
     "prefill_chunk": (_whole(1, 2**20), "a whole number of tokens, at least 1"),
     "split": (_choice({name: name for name in ("auto", "always", "never")}), "auto, always or never"),
 }
@@ -194,6 +203,7 @@ class Settings:
     split: str = "auto"
     ram_budget: int | None = None
     write_budget: int | None = None
+    legacy_dirs: tuple[Path, ...] = ()
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -265,6 +275,7 @@ class Settings:
             "allow_unprotected": self.allow_unprotected,
             "ram_budget": self.ram_budget,
             "write_budget": self.write_budget,
+            "legacy_dirs": self.legacy_dirs,
         }
 
 

@@ -231,7 +231,8 @@ def holds_something(path: Path) -> bool:
 def _unreadable(path: Path, why: object) -> CacheError:
     return CacheError(
         f"The index of {path} cannot be used: {why}.",
-        "If it is damaged, the next run builds it again from the records; so does: mlxkv cache verify --repair",
+        "If it is damaged, or of another version, the next run builds it again from the records; so do: mlxkv cache "
+        "upgrade, mlxkv cache verify --repair",
     )
 
 

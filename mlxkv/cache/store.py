@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .adoption import AT_ONCE, Adopter, Progress
@@ -34,6 +35,9 @@ from .state import SequenceState
 from .tiers import Handover, View
 from .wanted import take_in_prompt
 from .writer import Writer
+
+if TYPE_CHECKING:
+    from .legacy.tier import LegacyTier
 
 log = logging.getLogger("mlxkv.cache")
 
@@ -60,6 +64,11 @@ class PrefixStore:
     it now; the others when they are asked for, and ``behind`` (``adoption``). Raises FolderRefused, and ConfigError for
     a budget in which nothing would fit.
     """
+
+    #: whether what it is handed is written
+    keeps = True
+    #: where tokens are looked for that neither RAM nor disk has
+    legacy: LegacyTier | None = None
 
     def __init__(
         self,
@@ -100,6 +109,8 @@ class PrefixStore:
         self._again = float("-inf")
         self._spaces: dict[str, KeySpace] = {}
         self._pinned: frozenset[bytes] = frozenset()
+        #: entries that the last look-up had from legacy folders
+        self._from_legacy: frozenset[bytes] = frozenset()
         self.ram = Ram(ram_budget, lambda key, kind: self.writer.evicted(key, kind))
         self.view = View(self.index, self.ram, layout.kinds)
         self._running: Callable[[], Handover | None] = lambda: None
@@ -265,6 +276,11 @@ class PrefixStore:
             planner = Planner(self.view, space, self.layout)
             known = self._take_in(planner, tokens, limit)
             plan = planner.plan(tokens, limit)
+            self._from_legacy = frozenset()
+            if self.legacy is not None and not salt and plan.position < limit and self.view.error is None:
+                self._from_legacy = self.legacy.extend(self, tokens, plan.position)
+                if self._from_legacy:
+                    plan = planner.plan(tokens, limit)
             if self.view.error is not None:  # what RAM holds is still good
                 self.folder.suspect(self.view.error)
                 reason = self._fault("io_error", f"the index: {self.view.error}")
@@ -356,6 +372,8 @@ class PrefixStore:
             self._note_use(plan.state.key if plan.state is not None else plan.pieces[-1].entry.key)
             reason = failure or plan.reason if plan.position < limit else None
             source = "ssd" if "ssd" in restorer.used else "ram"
+            if self._from_legacy & {e.key for e in [*(p.entry for p in plan.pieces), plan.state] if e is not None}:
+                source = "legacy"
             return state, Lookup(plan.position, source, reason, None if reason is None else plan.position), plan
         reason = (failure or plan.reason or "empty") if limit > 0 else None
         return new_state(), Lookup(0, "none", reason, None if reason is None else 0), plan
@@ -433,6 +451,8 @@ class PrefixStore:
             # with it, until this process ends
             self.index.close()
             return
+        if self.legacy is not None:
+            self.legacy.close(self)
         with contextlib.suppress(Exception):  # what is left open is settled by whoever opens the folder next
             self.ledger.leave()
         self.index.close()

@@ -30,6 +30,8 @@ NOWHERE = Path(os.devnull) / "refused"
 class UnwrittenStore(PrefixStore):
     """``why``: the reason that is given for what is not written. ``folder``: where records are read, or None."""
 
+    keeps = False
+
     def __init__(self, folder: Path | None, identity: Identity, layout: Layout, why: str, **options: Any) -> None:
         self.why = why
         super().__init__(folder or NOWHERE, identity, layout, **{**options, "behind": False})
@@ -65,6 +67,8 @@ class UnwrittenStore(PrefixStore):
 
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
         self.writer.close(timeout)
+        if self.legacy is not None:
+            self.legacy.close(self)
         self.index.close()
 
 

@@ -73,6 +73,12 @@ ENGINE = CACHE_DIR | _group(
         ),
         "ram_budget": (str | None, ("--ram-budget",), "Records kept in RAM, above the disk.", {"metavar": "SIZE"}),
         "write_budget": (str | None, ("--write-budget",), "Bytes written to disk a day.", {"metavar": "SIZE"}),
+        "legacy_dirs": (
+            str | None,
+            ("--legacy-dirs",),
+            f"Cache folders of oMLX to read where nothing is stored yet, {os.pathsep} between them.",
+            {"metavar": "DIRS"},
+        ),
         "split": (
             str | None,
             ("--split",),

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class Engine:
     the model can do without, or auto (on a GPU only 512 tokens or more after the last cut). async_kv_limit: bytes of
     live state up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM;
     None: 1/16 of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB.
+    legacy_dirs: cache folders of oMLX's that are read, at most 20 s a request, where the store itself knows nothing
+    further; only those that an import was given --assume-same-weights for.
     memory_limit: bytes that weights, live caches and records in RAM may take together: where a request's caches need
     more, RAM keeps less meanwhile; None: what Metal recommends, elsewhere three quarters of memory. wired: bytes to
     wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait. progress: told
@@ -73,6 +75,7 @@ class Engine:
         allow_unprotected: bool = False,
         ram_budget: int | None = None,
         write_budget: int | None = None,
+        legacy_dirs: Sequence[Path | str] = (),
         memory_limit: int | None = None,
         max_queue: int = 256,
         progress: Callable[[str, int, int], None] | None = None,
@@ -92,6 +95,7 @@ class Engine:
             allow_unprotected=allow_unprotected,
             ram_budget=ram_budget,
             write_budget=write_budget,
+            legacy_dirs=tuple(Path(d).expanduser() for d in legacy_dirs),
             memory_limit=memory_limit,
             progress=progress,
         )

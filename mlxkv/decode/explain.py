@@ -33,6 +33,8 @@ UNBOUNDED = 1 << 60
 class LookingStore(PrefixStore):
     """A store that is only asked: nothing is written to its index, and what fails a check is left in place."""
 
+    keeps = False
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, behind=False)
         self.index.freeze()
@@ -134,7 +136,7 @@ def looking(runtime: Runtime, options: Options) -> PrefixStore:
     if isinstance(own, UnwrittenStore):  # which never does anything else
         return own
     own.close()
-    return LookingStore(
+    store = LookingStore(
         Path(str(options.cache_dir)),
         own.identity,
         own.layout,
@@ -143,3 +145,5 @@ def looking(runtime: Runtime, options: Options) -> PrefixStore:
         allow_unprotected=options.allow_unprotected,
         software=own.software,
     )
+    store.legacy = own.legacy
+    return store

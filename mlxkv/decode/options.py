@@ -28,6 +28,7 @@ class Options:
     allow_unprotected: bool = False
     ram_budget: int | None = None
     write_budget: int | None = None
+    legacy_dirs: tuple[Path, ...] = ()
     memory_limit: int | None = None
     progress: Callable[[str, int, int], None] | None = None
 

@@ -23,6 +23,8 @@ from ..cache.head import HeadCache  # noqa: E402
 from ..cache.inside import obstacle  # noqa: E402
 from ..cache.keys import Identity  # noqa: E402
 from ..cache.layout import Layout, probe  # noqa: E402
+from ..cache.legacy.omlx_keys import our_names  # noqa: E402
+from ..cache.legacy.tier import LegacyTier  # noqa: E402
 from ..cache.policy import LADDER, Policy  # noqa: E402
 from ..cache.store import PrefixStore  # noqa: E402
 from ..cache.unwritten import UnwrittenStore, open_store  # noqa: E402
@@ -121,6 +123,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
             disk_off = str(refused)
             off = disk_off if store is None else None
             log.warning("nothing is kept on disk: %s", refused)
+    if store is not None and options.legacy_dirs:
+        store.legacy = LegacyTier(options.legacy_dirs, our_names(loaded.name, loaded.path))
     memory: Memory | None = None
     if live is not None:
         weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []))

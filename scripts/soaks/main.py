@@ -17,6 +17,10 @@ Parts, and what each compares (docs/results/README.md says which promise each on
   calls      every system call of the store fails in its turn
   limits     limits of the system, a full disk
   power      power loss with reordered and torn writes
+  headers    50,000 files of other tools that may be anything, as the import reads them
+  blocks     changed blocks of a folder of oMLX: what is imported beside or of them is what it was
+  imports    100 kills -9 at steps of an import; a re-run completes it
+  names      20,000 files of no sense in a folder of oMLX
 
 Prints the commit and the seed; the last line is JSON. Exit code 1 if anything was wrong.
 """
@@ -41,7 +45,7 @@ import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 
 import numpy as np  # isort: skip
 
-from soaks import faults  # isort: skip
+from soaks import faults, legacy  # isort: skip
 from soaks.budget import budget  # isort: skip
 from soaks.prompts import prompts  # isort: skip
 from soaks.equality import equality  # isort: skip
@@ -189,7 +193,7 @@ def model(folder: Path, arch: str) -> Path:
 MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
     f.__name__: f for f in (equality, restores, damage, kills, budget, prompts)
 }
-FAULTS = {f.__name__: f for f in faults.PARTS}
+FAULTS = {f.__name__: f for f in (*faults.PARTS, *legacy.PARTS)}
 PARTS = [*FAULTS, *MODELS]
 
 

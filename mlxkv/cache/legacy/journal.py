@@ -35,7 +35,8 @@ _KEY = 32
 _TABLES = (
     "CREATE TABLE sources (id INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE)",
     # records: 33 bytes each, the entry's key and the kinds of its records as bits in the order of RECORD_KINDS
-    "CREATE TABLE imports (id INTEGER PRIMARY KEY, root BLOB NOT NULL, records BLOB NOT NULL, at REAL NOT NULL)",
+    "CREATE TABLE imports ("
+    " id INTEGER PRIMARY KEY AUTOINCREMENT, root BLOB NOT NULL, records BLOB NOT NULL, at REAL NOT NULL)",
     "CREATE TABLE files ("
     " source INTEGER NOT NULL, name TEXT NOT NULL, root BLOB NOT NULL, size INTEGER NOT NULL,"
     " mtime_ns INTEGER NOT NULL,"
@@ -78,7 +79,8 @@ def read_digest(path: Path) -> FileDigest:
 
 @dataclass(frozen=True)
 class Imported:
-    """What the journal says of a file. ``records``: key -> kinds of records that were durable when it was written."""
+    """What the journal says of a file. ``records``: key -> kinds of records that were durable when it was written, of
+    all that was imported together with it; one object for all of these files, not to be changed."""
 
     size: int
     mtime_ns: int
@@ -99,6 +101,7 @@ class Journal:
         self.path = folder / FILE
         self._ledger = ledger
         self._db = self._open()
+        self._last: tuple[int, dict[bytes, frozenset[str]]] = (0, {})
 
     @property
     def writable(self) -> bool:
@@ -150,11 +153,18 @@ class Journal:
     def imported(self, source: Path, name: str, root: bytes) -> Imported | None:
         """What was imported of a file into the key space ``root``."""
         query = (
-            "SELECT f.size, f.mtime_ns, f.inode, f.digest, i.records FROM files f JOIN imports i ON i.id = f.import"
+            "SELECT f.size, f.mtime_ns, f.inode, f.digest, f.import FROM files f"
             " WHERE f.source = (SELECT id FROM sources WHERE path = ?) AND f.name = ? AND f.root = ?"
         )
         row = self._db.execute(query, (_name(source), name, root)).fetchone()
-        return None if row is None else Imported(*row[:4], records=_unpack(row[4]))
+        return None if row is None else Imported(*row[:4], records=self._records(row[4]))
+
+    def _records(self, number: int) -> dict[bytes, frozenset[str]]:
+        """Of one import; files of the same get the same object."""
+        if self._last[0] != number:
+            row = self._db.execute("SELECT records FROM imports WHERE id = ?", (number,)).fetchone()
+            self._last = number, _unpack(row[0] if row is not None else b"")
+        return self._last[1]
 
     def note(
         self,

@@ -22,9 +22,6 @@ from .omlx_layers import Fitted, Path_, Ring, Rows, Source
 from .prefix import HostArrays, Prefix, Stand, Strip
 from .reasons import Refused
 
-#: composites that may turn out to contradict the blocks before them until the chain is given up
-_TRIES = 8
-
 
 @dataclass
 class Outcome:
@@ -114,25 +111,14 @@ class _Chain:
     # check 7: composites agree on the rows that they share
 
     def compare(self) -> None:
-        """Refuse composites whose rows are not those of the composites before them. The one that is used for all rows
-        is compared with each; if they do not agree, each with the one before, too."""
-        before: int | None = None
-        accepted: list[int] = []
+        """Composites that contradict each other in rows that they share: one is not of these weights, or damaged, and
+        nothing says which. None of them is believed. Each is compared with the one before, and the last, whose rows are
+        the ones that are used, with each."""
         composites = [i for i in sorted(self.blocks) if self._composite(i)]
-        if not composites or all(self._digest(composites[-1], j) == self._digest(j, j) for j in composites[:-1]):
-            return
-        for i in composites:
-            if before is not None and self._digest(i, before) != self._digest(before, before):
+        pairs = [*zip(composites[1:], composites, strict=False), *((composites[-1], j) for j in composites[:-2])]
+        if any(self._digest(i, j) != self._digest(j, j) for i, j in pairs):
+            for i in composites:
                 self._drop(i, "OTHER_ROWS")
-                continue
-            before = i
-            accepted.append(i)
-        for _ in range(_TRIES):
-            if not accepted or all(self._digest(accepted[-1], j) == self._digest(j, j) for j in accepted[:-1]):
-                return
-            self._drop(accepted.pop(), "OTHER_ROWS")
-        for i in accepted:
-            self._drop(i, "OTHER_ROWS")
 
     def _drop(self, i: int, code: str) -> None:
         self.refused[i] = Refused(code, path=self.blocks.pop(i).path)

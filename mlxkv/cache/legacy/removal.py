@@ -32,18 +32,25 @@ def removable(
     """Those of ``paths`` that the journal says are imported, that are what they were then to the last byte, and whose
     records are all on disk and whole: everything is read again. Raises sqlite3.Error."""
     paths = list(paths)
-    whole: dict[tuple[bytes, str], bool] = {}
+    known: dict[tuple[bytes, str], bool] = {}
+    before: dict[bytes, frozenset[str]] | None = None
+    whole = False
     out = []
     for done, path in enumerate(paths):
         progress(done, len(paths))
         row = journal.imported(root, relative_name(root, path), store.space().root)
-        if row is None or missing(store, row.records):
+        if row is None:
+            continue
+        if row.records is not before:  # files that were imported together are asked about once
+            before = row.records
+            whole = not missing(store, before) and all(_whole(store, *name, known) for name in _names(before))
+        if not whole:
             continue
         try:
             now = read_digest(path)
         except Refused:
             continue
-        if now.digest == row.digest and all(_whole(store, key, kind, whole) for key, kind in _names(row.records)):
+        if now.digest == row.digest:
             out.append(Removable(path, now.signature))
     progress(len(paths), len(paths))
     return out

@@ -203,9 +203,10 @@ def test_composites_that_contradict_each_other(tmp_path):
     folder = Folder(tmp_path, MIXED)
     composite(folder, 0)
     composite(folder, 1)
-    composite(folder, 2, shift=1.0)
-    assert what(outcome := folder.follow()) == [4, 8]
-    assert codes(outcome) == {2: "OTHER_ROWS"}
+    assert what(folder.follow()) == [4, 8]
+    composite(folder, 2, shift=1.0)  # two say one thing and one another: the two may be the wrong ones
+    outcome = folder.follow()
+    assert (outcome.prefix, codes(outcome)) == (None, dict.fromkeys(range(3), "OTHER_ROWS"))
 
 
 def test_a_state_without_proof_of_its_position(tmp_path):
