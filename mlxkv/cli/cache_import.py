@@ -214,6 +214,7 @@ def _show(path: Path, kind: str, dry_run: bool, done: _Done, as_json: bool) -> N
                     }
                     for code, part in sorted(report.refused.items())
                 },
+                "proven": [{"file": name, "how": how} for name, how in report.proven],
                 "records": report.records,
                 "record_bytes": report.new_bytes,
                 "frees": report.frees,
@@ -224,6 +225,8 @@ def _show(path: Path, kind: str, dry_run: bool, done: _Done, as_json: bool) -> N
     would = "would be imported" if dry_run else "imported"
     made = f"{count(report.records, 'record')} of {size(report.new_bytes)}"
     typer.echo(f"{count(report.imported.files, 'file')} ({size(report.imported.bytes)}) {would}, as {made}")
+    for name, how in report.proven:
+        typer.echo(f"  {printable(name)}: {printable(how)}")
     if report.already.files:
         typer.echo(f"{count(report.already.files, 'file')} ({size(report.already.bytes)}) imported before")
     for code, part in sorted(report.refused.items()):

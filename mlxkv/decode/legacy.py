@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..cache.adoption import take_in_all
 from ..cache.legacy.importing import target
 from ..cache.legacy.journal import Journal
+from ..cache.legacy.prompt_text import Candidate, candidates
 from ..cache.legacy.source import Context, Source
 from ..cache.legacy.sources import open_source
 from ..cache.store import PrefixStore
@@ -56,7 +58,9 @@ def opened(options: Options, asked: Asked, *, vouch: Callable[[EngineInfo], bool
         journal = Journal(store.folder.path, store.ledger)
         try:
             fingerprint = store.identity.fingerprint
-            vouched = asked.same_weights or journal.consent(asked.path, fingerprint) or vouch(info)
+            vouched = asked.same_weights or journal.consent(asked.path, fingerprint)
+            if asked.kind == "omlx":  # prompt caches are proven by computing: nobody is asked
+                vouched = vouched or vouch(info)
             if vouched:
                 journal.give_consent(asked.path, fingerprint)
             yield Opened(info, store, journal, _source(runtime, store, journal, asked, vouched))
@@ -99,15 +103,31 @@ def _store(runtime: Runtime, info: EngineInfo) -> PrefixStore:
     return store
 
 
+def _readings(request: Request, tokenizer: Any) -> tuple[Candidate, ...]:
+    """All that a file without tokens may have been made from, for what the user gave."""
+    if request.tokens is not None:
+        return (Candidate("the ids that were given", tuple(request.tokens)),)
+    if request.messages is None:
+        return tuple(candidates(tokenizer, text=request.prompt))
+    others = [m for m in request.messages if m["role"] != "system"]
+    alone = others[0]["content"] if len(others) == 1 and others[0]["role"] == "user" else None
+    return tuple(
+        candidates(tokenizer, prompt=alone if isinstance(alone, str) else None, messages=list(request.messages))
+    )
+
+
 def _source(runtime: Runtime, store: PrefixStore, journal: Journal, asked: Asked, vouched: bool) -> Source:
-    tokens = None
-    if asked.request is not None:
+    tokens, readings = None, ()
+    if asked.request is not None and asked.kind == "mlx-lm":
+        readings = _readings(asked.request, runtime.tokenizer)
+    if asked.request is not None and not readings:
         tokens = tuple(build(asked.request, runtime.tokenizer, runtime.eos, lambda ids, text: None).tokens)
     context = Context(
         target=target(store),
         running=runtime,
         journal=journal,
         prompt=tokens,
+        readings=readings,
         source_model=asked.source_model,
         same_weights=vouched,
         trust_prompt=asked.trust_prompt,

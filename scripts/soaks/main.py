@@ -8,6 +8,7 @@ Parts, and what each compares (docs/results/README.md says which promise each on
   kills      kill -9 of a process that runs a real model; what it left, against cold runs
   kill9      300 kills -9 of processes that do nothing but store, close and open
   budget     two writers frozen by a third process 500 times and at each reservation, over 20 times the budget
+  prompts    prompt caches that mlx-lm saves, of every architecture and older forms, imported; against cold runs
   histories  random store, look up, extend, branch, evict, damage, restart; against a model that remembers everything
   flips      flipped bytes of the index (--complete: every one)
   wal        flipped bytes of a WAL and its index (--complete: every one)
@@ -47,6 +48,7 @@ import numpy as np  # isort: skip
 
 from soaks import faults, legacy  # isort: skip
 from soaks.budget import budget  # isort: skip
+from soaks.prompts import prompts  # isort: skip
 from soaks.equality import equality  # isort: skip
 from tests import tiny  # isort: skip
 from mlxkv.decode.runtime import Runtime
@@ -190,7 +192,7 @@ def model(folder: Path, arch: str) -> Path:
 
 
 MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
-    f.__name__: f for f in (equality, restores, damage, kills, budget)
+    f.__name__: f for f in (equality, restores, damage, kills, budget, prompts)
 }
 FAULTS = {f.__name__: f for f in (*faults.PARTS, *legacy.PARTS)}
 PARTS = [*FAULTS, *MODELS]

@@ -63,6 +63,8 @@ class Report:
     already: Tally = field(default_factory=Tally)
     unstored: Tally = field(default_factory=Tally)
     why: list[str] = field(default_factory=list)
+    #: (file, how its tokens were found), where a source says so
+    proven: list[tuple[str, str]] = field(default_factory=list)
     records: int = 0
     new_bytes: int = 0
 
@@ -173,6 +175,9 @@ class Importer:
             except (NotStored, NoRoom) as e:
                 self._why(str(e))
                 self._settle(files, "unstored")
+        if prefix.how:
+            some = [relative_name(self.root, p) for p in files if self._state.get(p) in ("imported", "already")]
+            self.report.proven += [(name, prefix.how) for name in some][: EXAMPLES - len(self.report.proven)]
         self._done += weight
         self._progress(self._done, self._total)
 

@@ -103,6 +103,11 @@ class Journal:
         self._db = self._open()
         self._last: tuple[int, dict[bytes, frozenset[str]]] = (0, {})
 
+    @property
+    def writable(self) -> bool:
+        """Whether anything can be noted: not if it was opened to look only."""
+        return self._ledger is not None
+
     def close(self) -> None:
         self._db.close()
 

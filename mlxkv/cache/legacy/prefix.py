@@ -43,8 +43,10 @@ class Stand:
 @dataclass(frozen=True)
 class Prefix:
     """``rows(a, b)`` reads the rows [a, b) of growing members, 0 ≤ a < b ≤ len(tokens); it may read files, and raises
-    Refused where they are not what they were. ``stands`` are in order of position."""
+    Refused where they are not what they were. ``stands`` are in order of position. ``how`` the tokens were found, for
+    people, where that is worth saying."""
 
     tokens: list[int]
     rows: Callable[[int, int], HostArrays]
     stands: tuple[Stand, ...]
+    how: str = ""

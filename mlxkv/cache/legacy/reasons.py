@@ -27,6 +27,8 @@ REASONS = {
     "COUNTS": "its numbers of layers, types or tokens do not fit each other",
     "BLOCK_SIZE": "its block size is not that of its chain",
     "TENSORS": "tensors are missing, doubled or unknown",
+    "FORM": "it is no prompt cache in a form that mlx-lm has written",
+    "TRIMMED": "it was written by a version that drops rows while they are still attended to",
     "ELEMENTS": "a number of state elements or members in it is not from 1 to 16",
     "MARKERS": "a marker of an empty or absent array is not one",
     "CLASS": "it holds a cache class that has no state kind",
@@ -50,6 +52,9 @@ REASONS = {
     "NO_CONSENT": "the file cannot say which weights made it, and nobody has vouched for them",
     "NO_PROOF": "nothing in it can be compared with the prompt",
     "PROMPT": "it was not made from this prompt",
+    "NUMERICS": "it was computed with other numerics, and this mode promises the bits",
+    "WEIGHTS": "its first tokens have other rows in upper layers than these weights give",
+    "STATE": "a layer below the rows that were compared holds something else than the prompt gives",
     "HEAD": "the model's MTP head needs rows that the file does not have",
 }
 

@@ -17,6 +17,7 @@ from .convert import Target
 from .header import Signature
 from .journal import Journal
 from .prefix import Prefix
+from .prompt_text import Candidate
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class Context:
     running: Running
     journal: Journal
     prompt: tuple[int, ...] | None = None
+    #: all that the prompt may have been for a file without tokens, likeliest first; empty: only ``prompt``
+    readings: tuple[Candidate, ...] = ()
     source_model: str | None = None
     same_weights: bool = False
     trust_prompt: bool = False
