@@ -183,7 +183,7 @@ class _Parser:
 
     def _json(self, key: str, kind: Any, code: str) -> Any:
         try:
-            value = loads(self.meta.get(key, ""), commas=100_000)
+            value = loads(self.meta.get(key, ""), values=100_000)
         except ValueError as e:
             raise Refused(code, f"{key}: {e}"[:200]) from None
         if not isinstance(value, type(kind)):

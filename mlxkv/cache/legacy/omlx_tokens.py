@@ -27,7 +27,7 @@ def read_tokens(path: Path, digest: bytes, model: str | None) -> tuple[list[int]
     ``path``. ``model``: the name in the block file; None: there is no block file, and the sidecar's counts. Raises
     Refused: NO_TOKENS where there is none or it says nothing, HASH, EXTRA_KEYS where it is not that block's."""
     try:
-        said = loads(read_small(path, _MAX_BYTES), commas=2 * MAX_BLOCK)
+        said = loads(read_small(path, _MAX_BYTES), values=2 * MAX_BLOCK)
     except Refused as e:
         raise Refused("NO_TOKENS", "" if e.code == "UNREADABLE" else f"{path.name}: {e.code}") from None
     except ValueError as e:

@@ -6,22 +6,22 @@ import json
 import math
 from typing import Any, NoReturn
 
-#: commas, which bound how many values there are, and so the memory that they take
-MAX_COMMAS = 1_000_000
+#: commas and opening brackets, which bound how many values there are, and so the memory that they take
+MAX_VALUES = 1_000_000
 #: digits of a number: 64 bits need 20
 MAX_DIGITS = 20
 #: lists and objects inside one another
 MAX_DEPTH = 32
 
 
-def loads(data: bytes | str, *, commas: int = MAX_COMMAS) -> Any:
+def loads(data: bytes | str, *, values: int = MAX_VALUES) -> Any:
     """The value of a JSON text. Raises ValueError for anything else than UTF-8 JSON, a key that stands twice in an
     object, NaN, infinities, numbers beyond 64 bits or ``MAX_DIGITS``, halves of surrogate pairs, and for what is
     nested or long beyond all reason."""
     try:
         text = data.decode() if isinstance(data, bytes) else data
-        if text.count(",") > commas:
-            raise ValueError(f"more than {commas:,} values")
+        if text.count(",") + text.count("[") + text.count("{") > values:
+            raise ValueError(f"more than {values:,} values")
         value = json.loads(
             text, object_pairs_hook=_once, parse_constant=_constant, parse_int=_whole, parse_float=_float
         )

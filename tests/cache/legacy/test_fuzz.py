@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlxkv.cache.legacy.header import HostileFile
+from mlxkv.cache.legacy.reasons import Refused
 from tests.cache.machine import scratch
 
 from .fuzz import CODES, Folder, files, read
-from .omlx_writer import Style
+from .omlx_writer import Style, framed
 
 SETTINGS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("values", ["[[[[[[[]]]]]]],", "{},", '"",', "0,"])
+def test_headers_of_millions_of_values(values, tmp_path):
+    """They are refused before they are made: what they would take is many times the file."""
+    text = f'{{"a":[{values * ((15 << 20) // len(values))}0]}}'.encode()
+    (tmp_path / "f.safetensors").write_bytes(framed(text, b""))
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refused, match="HEADER_JSON"):
+            HostileFile.open(tmp_path / "f.safetensors")
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_headers():
