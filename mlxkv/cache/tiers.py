@@ -34,7 +34,8 @@ class View:
         self.error: sqlite3.Error | None = None
 
     def entry(self, key: bytes) -> Entry | None:
-        return self._merge(self._read(lambda: self.index.entry(key)), self.ram.entry(key))
+        held = self.ram.entry(key)  # first: what leaves RAM after the writer has stored it is on disk by then
+        return self._merge(self._read(lambda: self.index.entry(key)), held)
 
     def children(self, parent: bytes, tokens: bytes) -> list[Entry]:
         held = {e.key: e for e in self.ram.children(parent, tokens)}
