@@ -133,11 +133,11 @@ def _options(settings: Settings, model: str) -> Options:
 
 class _Done:
     """A report, the model's name, and what was removed: (files, bytes), and how many files stayed after all.
-    ``unanswered``: nobody said whether to remove anything."""
+    ``in_part``: how many of them because of what the store has. ``unanswered``: nobody said whether to remove any."""
 
     def __init__(self, report: Report, model: str) -> None:
         self.report, self.model = report, model
-        self.removed, self.removed_bytes, self.kept = 0, 0, 0
+        self.removed, self.removed_bytes, self.kept, self.in_part = 0, 0, 0, 0
         self.unanswered: ConfigError | None = None
 
 
@@ -185,7 +185,7 @@ def _remove(o: Opened, path: Path, importer: Any, done: _Done, yes: bool) -> Non
     with progress("comparing before removal") as tell:
         files = removable(o.store, o.journal, path, importer.wanted, tell)
     total = sum(file.signature.size for file in files)
-    done.kept = len(importer.wanted) - len(files)
+    done.in_part = len(importer.wanted) - len(files)
     try:
         if not files or not ask(f"Remove {count(len(files), 'file')} ({size(total)}) that are imported whole?", yes):
             done.kept = len(importer.wanted)
@@ -195,7 +195,7 @@ def _remove(o: Opened, path: Path, importer: Any, done: _Done, yes: bool) -> Non
         return
     gone = remove(o.journal, path, files)
     done.removed, done.removed_bytes = len(gone), sum(file.signature.size for file in gone)
-    done.kept += len(files) - len(gone)
+    done.kept = len(importer.wanted) - len(gone)
 
 
 def _show(path: Path, kind: str, dry_run: bool, done: _Done, as_json: bool) -> None:
@@ -248,6 +248,9 @@ def _show(path: Path, kind: str, dry_run: bool, done: _Done, as_json: bool) -> N
         warn(f"the import is not complete: {why}.")
     if done.removed or done.kept:
         typer.echo(f"{count(done.removed, 'file')} ({size(done.removed_bytes)}) removed, {done.kept:,} kept")
+        if done.in_part:
+            why = "they changed, or the store has not all any more that was made of them (a state, for instance)"
+            typer.echo(f"{count(done.in_part, 'file')} of those kept cannot be removed here: {why}.")
     elif report.imported.files or report.already.files:
         verb = "frees" if report.frees >= 0 else "needs"
         typer.echo(f"Removing the imported files (--remove-imported) {verb} {size(abs(report.frees))} in all.")

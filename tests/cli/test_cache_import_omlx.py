@@ -81,6 +81,16 @@ def test_tokens_that_were_given_once_need_not_be_given_again(cli, folder, tmp_pa
     assert changed["removed"]["files"] == N - 1 and list(folder.rglob("*.safetensors")) == [path]
 
 
+def test_what_is_no_longer_stored_whole_is_not_removed_and_says_so(cli, folder, tmp_path):
+    cli("cache", "import", folder, "--assume-same-weights")
+    states, size = len(records(tmp_path / "c", "state")), cli("cache", "info", "--json").json["bytes"]
+    assert cli("cache", "prune", "--to", str(size - 1), "--yes").code == 0
+    assert len(records(tmp_path / "c", "state")) < states
+    kept = cli("cache", "import", folder, "--remove-imported", "--yes")
+    assert kept.code == 0 and len(list(folder.rglob("*.safetensors"))) == N
+    assert "0 files (0 B) removed" in kept.out and f"{N} files of those kept cannot be removed" in kept.out
+
+
 def test_a_folder_of_another_name_says_how_to_name_it(cli, folder, told):
     found = cli("cache", "import", folder, "--assume-same-weights", "--source-model", "another")
     assert found.code == 1 and "MODEL" in found.out and "--source-model" in found.out
