@@ -35,12 +35,14 @@ def _group() -> None:
 def stats(flags: Flags, as_json: AsJson = False) -> None:
     """Count entries, records and bytes, for each model and together."""
     settings = flags.settings()
+    from ..cache.catalogue import look
     from ..cache.inspect import stats as count_all
     from ..cache.policy import Policy
     from .render import print_json
 
     take_in_waiting(settings.cache_dir)
-    found = count_all(settings.cache_dir)
+    with look(settings.cache_dir):  # an index that cannot be read is said, and not taken for an empty one
+        found = count_all(settings.cache_dir)
     if as_json:
         print_json(found)
         return

@@ -79,7 +79,9 @@ def test_a_folder_that_is_not_there_yet(cli, home):
     assert not (home / "nowhere").exists()
 
 
-@pytest.mark.parametrize("args", [["ls"], ["info"], ["show", "ab"], ["verify"], ["rm", "ab"], ["prune", "--to", "1"]])
+@pytest.mark.parametrize(
+    "args", [[c] for c in ("ls", "info", "stats", "verify")] + [["show", "ab"], ["rm", "ab"], ["prune", "--to", "1"]]
+)
 def test_a_file_in_place_of_the_folder(cli, home, args):
     (home / "file").write_text("x")
     found = cli("cache", *args, "--cache-dir", home / "file", "--json")
@@ -87,7 +89,7 @@ def test_a_file_in_place_of_the_folder(cli, home, args):
     assert "is a file" in found.err and "Traceback" not in found.err
 
 
-@pytest.mark.parametrize("args", [["ls"], ["info"], ["show", "ab"], ["rm", "ab"], ["prune", "--to", "1"]])
+@pytest.mark.parametrize("args", [["ls"], ["info"], ["stats"], ["show", "ab"], ["rm", "ab"], ["prune", "--to", "1"]])
 def test_a_damaged_index_says_what_mends_it(cache, own, args):
     (own / "index.sqlite").write_bytes(b"not a database" * 1000)
     found = cache(*args, "--json")
