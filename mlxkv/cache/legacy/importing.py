@@ -89,7 +89,7 @@ def target(store: PrefixStore) -> Target:
         raise ConfigError(
             f"HEAD: {REASONS['HEAD']}: {store.identity.name} runs with its head, and an entry without the head's rows "
             "would never be found.",
-            "Nothing of another tool can be imported for this model.",
+            "Nothing of another tool can be imported for this model; name the one that made the files with --model.",
         )
     return Target(store.space(), store.layout, store.identity, store.software)
 
