@@ -147,7 +147,7 @@ class Index:
             self._db.execute("PRAGMA recursive_triggers=ON")  # REPLACE keeps the ledger, too
             self._create()
         else:
-            self._db = self.connect(f"{path.resolve().as_uri()}?mode=ro")
+            self._db = self._read_only(f"{path.resolve().as_uri()}?mode=ro", os.access(folder, os.W_OK))
         self._path = path
         self._patience = _PATIENCE
         self._file = _identity(path)
@@ -156,6 +156,18 @@ class Index:
     def connect(uri: str) -> sqlite3.Connection:
         """A connection to a file that is there, as SQLite's URI says."""
         return sqlite3.connect(uri, uri=True, timeout=_PATIENCE, factory=_Connection)
+
+    @classmethod
+    def _read_only(cls, uri: str, may_log: bool) -> sqlite3.Connection:
+        """Where SQLite may not make its log (a folder that is only read), it is told that nobody writes."""
+        db = cls.connect(uri)
+        if not may_log:
+            try:
+                db.execute("PRAGMA user_version")
+            except sqlite3.OperationalError:
+                db.close()
+                db = cls.connect(f"{uri}&immutable=1")
+        return db
 
     def _create(self) -> None:
         def version() -> int:

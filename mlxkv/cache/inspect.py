@@ -70,6 +70,7 @@ def report(path: Path, index: Catalogue | None) -> dict[str, Any]:
         "used": moment(used),
         "records": {kind: {"count": count[kind], "bytes": size[kind]} for kind in RECORD_KINDS},
         "index_bytes": size["index"],
+        "notes_bytes": size["own"],
         "temporaries": {
             "count": count["temporaries"],
             "bytes": size["temporaries"],

@@ -17,8 +17,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Settings: flag > MLXKV_* variable > config.toml. Exit codes: 0 done, 2 usage, 3 model, 4 request, "
-    "5 generation, 70 device, 130 interrupted.",
+    epilog="Settings: flag > MLXKV_* variable > config.toml. Exit codes: 0 done, 1 unexpected, 2 usage, 3 model, "
+    "4 request, 5 generation, 70 device, 130 interrupted.",
 )
 app.command()(run.run)
 app.command()(chat.chat)

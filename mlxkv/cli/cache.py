@@ -13,7 +13,7 @@ from .cache_show import show
 from .cache_text import ago, choose_model, count, decoder, nothing_yet, size, take_in_waiting
 from .cache_upgrade import upgrade
 from .cache_verify import verify
-from .options import CACHE_DIR, MODEL, AsJson, Flags, command
+from .options import CACHE_DIR, MODEL, AsJson, Flags, command, warn
 
 if TYPE_CHECKING:
     from ..cache.catalogue import Catalogue
@@ -35,12 +35,14 @@ def _group() -> None:
 def stats(flags: Flags, as_json: AsJson = False) -> None:
     """Count entries, records and bytes, for each model and together."""
     settings = flags.settings()
+    from ..cache.catalogue import look
     from ..cache.inspect import stats as count_all
     from ..cache.policy import Policy
     from .render import print_json
 
     take_in_waiting(settings.cache_dir)
-    found = count_all(settings.cache_dir)
+    with look(settings.cache_dir):  # an index that cannot be read is said, and not taken for an empty one
+        found = count_all(settings.cache_dir)
     if as_json:
         print_json(found)
         return
@@ -125,6 +127,8 @@ def _listing(
             name = line["model"]
             if name not in decoders:
                 decoders[name] = decoder(name, settings)
+                if decoders[name] is None:
+                    warn(f"the tokenizer of {name or 'an unknown model'} is not found; name it with --model FOLDER.")
             entry = index.entry(item.key)
             line["text"] = decoders[name](unpack(entry.tokens)[-48:]) if entry and decoders[name] else None
         shown.append(line)
@@ -185,6 +189,7 @@ def _print_report(found: dict[str, Any]) -> None:
     for kind, part in found["records"].items():
         line(kind, f"{count(part['count'], 'record')}, {size(part['bytes'])}")
     line("index", size(found["index_bytes"]))
+    line("notes", f"{size(found['notes_bytes'])} (imports, written today, weights)")
     for kind in ("temporaries", "quarantine", "foreign"):
         part = found[kind]
         left = f", {part['left_over']:,} left over by processes that ended" if part.get("left_over") else ""

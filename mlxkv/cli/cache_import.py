@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, MlxkvError
-from .cache_text import Yes, ask, count, progress, size
+from .cache_text import Yes, answered, ask, count, progress, size
 from .options import ENGINE, MODEL, SYSTEM, AsJson, Flags, Messages, PromptTokens, Raw, command, warn
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def import_(
     except (OSError, sqlite3.Error) as error:
         raise MlxkvError(f"The import of {path} ended: {error}.", "What was imported stays; run it again.") from error
     _show(path, kind, dry_run, found, as_json)
+    if found.unanswered is not None:
+        raise found.unanswered
     report = found.report
     if report.unstored.files or (report.files and not (report.imported.files or report.already.files)):
         raise typer.Exit(1)
@@ -130,11 +132,13 @@ def _options(settings: Settings, model: str) -> Options:
 
 
 class _Done:
-    """A report, the model's name, and what was removed: (files, bytes), and how many files stayed after all."""
+    """A report, the model's name, and what was removed: (files, bytes), and how many files stayed after all.
+    ``in_part``: how many of them because of what the store has. ``unanswered``: nobody said whether to remove any."""
 
     def __init__(self, report: Report, model: str) -> None:
         self.report, self.model = report, model
-        self.removed, self.removed_bytes, self.kept = 0, 0, 0
+        self.removed, self.removed_bytes, self.kept, self.in_part = 0, 0, 0, 0
+        self.unanswered: ConfigError | None = None
 
 
 def _daily(settings: Settings) -> int:
@@ -172,7 +176,7 @@ def _vouch(path: Path, info: EngineInfo) -> bool:
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     question = f"Were the files in {path} made by the present weights of {info.name}, run in {info.dtype}?"
-    return ask(f"They cannot say it themselves, and wrong ones would give wrong answers. {question}", False)
+    return bool(answered(f"They cannot say it themselves, and wrong ones would give wrong answers. {question}"))
 
 
 def _remove(o: Opened, path: Path, importer: Any, done: _Done, yes: bool) -> None:
@@ -181,12 +185,17 @@ def _remove(o: Opened, path: Path, importer: Any, done: _Done, yes: bool) -> Non
     with progress("comparing before removal") as tell:
         files = removable(o.store, o.journal, path, importer.wanted, tell)
     total = sum(file.signature.size for file in files)
-    done.kept = len(importer.wanted) - len(files)
-    if not files or not ask(f"Remove {count(len(files), 'file')} ({size(total)}) that are imported whole?", yes):
+    done.in_part = len(importer.wanted) - len(files)
+    try:
+        if not files or not ask(f"Remove {count(len(files), 'file')} ({size(total)}) that are imported whole?", yes):
+            done.kept = len(importer.wanted)
+            return
+    except ConfigError as error:  # told after what was imported
+        done.kept, done.unanswered = len(importer.wanted), error
         return
     gone = remove(o.journal, path, files)
     done.removed, done.removed_bytes = len(gone), sum(file.signature.size for file in gone)
-    done.kept += len(files) - len(gone)
+    done.kept = len(importer.wanted) - len(gone)
 
 
 def _show(path: Path, kind: str, dry_run: bool, done: _Done, as_json: bool) -> None:
@@ -239,10 +248,18 @@ def _show(path: Path, kind: str, dry_run: bool, done: _Done, as_json: bool) -> N
         warn(f"the import is not complete: {why}.")
     if done.removed or done.kept:
         typer.echo(f"{count(done.removed, 'file')} ({size(done.removed_bytes)}) removed, {done.kept:,} kept")
+        if done.in_part:
+            why = "they changed, or the store has not all any more that was made of them (a state, for instance)"
+            typer.echo(f"{count(done.in_part, 'file')} of those kept cannot be removed here: {why}.")
     elif report.imported.files or report.already.files:
         verb = "frees" if report.frees >= 0 else "needs"
         typer.echo(f"Removing the imported files (--remove-imported) {verb} {size(abs(report.frees))} in all.")
     if "NO_CONSENT" in report.refused:
         typer.echo("If you know that this model's present weights made these files: --assume-same-weights")
+    if "NO_TOKENS" in report.refused and kind == "omlx":
+        typer.echo("A prompt makes them known: --prompt, --prompt-file, --messages or --prompt-tokens.")
+        typer.echo(f"Without one, a run looks there for its own: mlxkv run --legacy-dirs {printable(str(path))} …")
+    if "MODEL" in report.refused:
+        typer.echo("If that is this model under another name or path: --source-model NAME")
     if not report.files:
         typer.echo("Nothing there is a file that could be imported.")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import EMBEDDED
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,14 +66,22 @@ def nothing_yet(path: Path) -> None:
 
 
 def ask(question: str, yes: bool) -> bool:
-    """Whether to go on: asked on stderr, answered on stdin. Raises ConfigError where nobody answers."""
+    """Whether to remove: asked on stderr, answered on stdin. Raises ConfigError where nobody answers."""
     if yes:
         return True
+    answer = answered(question)
+    if answer is None:
+        raise ConfigError("Nobody answered, so nothing was removed.", "Give --yes to remove without a question.")
+    return answer
+
+
+def answered(question: str) -> bool | None:
+    """What is answered on stdin to a question on stderr; None where its end comes first."""
     typer.echo(f"{question} [y/N]: ", err=True, nl=False)
     answer = sys.stdin.readline()
     if not answer:
         typer.echo("", err=True)
-        raise ConfigError("Nobody answered, so nothing was removed.", "Give --yes to remove without a question.")
+        return None
     return answer.strip().lower() in ("y", "yes")
 
 
@@ -147,13 +156,15 @@ def choose_model(wanted: str | None, known: set[str]) -> str | None:
 
 def decoder(model: str, settings: Settings) -> Callable[[list[int]], str] | None:
     """What turns ids of a stored model into text, if its tokenizer is on this machine: in the folder that ``--model``
-    or the settings name, in a checkout's ``models/``, or in the Hugging Face cache."""
+    or the settings name, in the package, in a checkout's ``models/``, or in the Hugging Face cache."""
     places: list[Path] = []
     if settings.model is not None:
         folder = Path(settings.model).expanduser()
         if settings.source("model").kind == "flag" or model in (folder.name, settings.model):
             places.append(folder / "tokenizer.json")
         model = settings.model if settings.source("model").kind == "flag" else model
+    if Path(model).name == EMBEDDED.name:
+        places.append(EMBEDDED / "tokenizer.json")
     places.append(Path(__file__).resolve().parents[2] / "models" / Path(model).name / "tokenizer.json")
     place = next((place for place in places if place.is_file()), None) or _in_hub_cache(model)
     if place is None:

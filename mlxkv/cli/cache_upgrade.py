@@ -61,8 +61,9 @@ def _json(found: Outdated | None) -> dict[str, Any] | None:
 def _outdated(found: Outdated, version: int) -> str:
     if found.index == version:
         return f"The index did not know {count(found.unknown, 'record')}, and had {found.gone:,} that are gone."
-    what = "There was no index that can be read" if found.index is None else f"The index had version {found.index}"
-    return f"{what}, not {version}; {count(found.unknown, 'record')} to read."
+    none = "There was no index that can be read"
+    what = none if found.index is None else f"The index had version {found.index}, not {version}"
+    return f"{what}; {count(found.unknown, 'record')} to read."
 
 
 def _newer(found: Outdated) -> None:

@@ -98,7 +98,8 @@ def _store(runtime: Runtime, info: EngineInfo) -> PrefixStore:
     ConfigError where nothing can be stored."""
     store, off = runtime.store, info.store_off or info.disk_off
     if store is None or isinstance(store, UnwrittenStore):
-        raise ConfigError(f"Nothing can be imported, for nothing can be kept on disk: {off}.")
+        why = (off or "the store is off").rstrip(".")
+        raise ConfigError(f"Nothing can be imported, for nothing can be kept on disk: {why}.")
     take_in_all(store.folder, store.index)
     return store
 

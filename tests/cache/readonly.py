@@ -1,8 +1,8 @@
 """A folder that may only be read, in a process of its own: ``python -m tests.cache.readonly FOLDER {rights,mount}``.
 
 ``rights``: files and folders without the permission to write, for a user who is not root. ``mount``: a read-only mount,
-for which the process needs a mount namespace of its own. Prints nothing and ends with 0 if what is stored is served,
-what is new is kept in RAM, and nothing in the folder changes.
+for which the process needs a mount namespace of its own. Prints nothing and ends with 0 if what is stored is served
+and shown, what is new is kept in RAM, and nothing in the folder changes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mlxkv.cache import inspect
+from mlxkv.cache.catalogue import look
 from mlxkv.cache.store import PrefixStore
 from mlxkv.cache.unwritten import UnwrittenStore, open_store
+from mlxkv.cache.verify import verify as verified
 from tests.cache.limits import give_up_rights
 from tests.cache.synthetic import BLOCK, MODELS, ask, verify
 
@@ -39,6 +42,20 @@ def serves(folder: Path, ram: int) -> None:
         assert (ask(MODEL, store, NEW, ends=(5,)).reason is None) == kept
     assert store.writer.flush(5) and not store.faults
     store.close()
+    assert content(folder) == before
+
+
+def is_shown(folder: Path) -> None:
+    """``mlxkv cache`` finds what is there, and no damage."""
+    before = content(folder)
+    files = [*(folder / "records").rglob("*.safetensors")]
+    found = inspect.stats(folder)
+    assert found["records"] == len(files) and found["entries"]
+    with look(folder) as index:
+        assert index is not None and len(index.items()) == found["entries"]
+        assert sum(m["records"] for m in inspect.report(folder, index)["models"]) == len(files)
+    checked = verified(folder)
+    assert checked.records == len(files) and not checked.findings
     assert content(folder) == before
 
 
@@ -85,6 +102,7 @@ def main(folder: Path, how: str) -> None:
         give_up_rights()
     for ram in (0, 1 << 24):
         serves(folder / "sound", ram)
+    is_shown(folder / "sound")
     without_what_was_not_closed(folder / "crashed")
     damaged(folder / "damaged")
     if how == "rights":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from mlxkv.cache.folder import CacheFolder
 from mlxkv.cache.index import Index
 from mlxkv.cache.opening import open_index
+from mlxkv.cli.cache_text import decoder
+from mlxkv.config import EMBEDDED, Settings
 from tests import tiny
 from tests.cache.stores import records
 from tests.cli.stored import Stored, forest, items
@@ -76,7 +79,9 @@ def test_a_folder_that_is_not_there_yet(cli, home):
     assert not (home / "nowhere").exists()
 
 
-@pytest.mark.parametrize("args", [["ls"], ["info"], ["show", "ab"], ["verify"], ["rm", "ab"], ["prune", "--to", "1"]])
+@pytest.mark.parametrize(
+    "args", [[c] for c in ("ls", "info", "stats", "verify")] + [["show", "ab"], ["rm", "ab"], ["prune", "--to", "1"]]
+)
 def test_a_file_in_place_of_the_folder(cli, home, args):
     (home / "file").write_text("x")
     found = cli("cache", *args, "--cache-dir", home / "file", "--json")
@@ -84,7 +89,7 @@ def test_a_file_in_place_of_the_folder(cli, home, args):
     assert "is a file" in found.err and "Traceback" not in found.err
 
 
-@pytest.mark.parametrize("args", [["ls"], ["info"], ["show", "ab"], ["rm", "ab"], ["prune", "--to", "1"]])
+@pytest.mark.parametrize("args", [["ls"], ["info"], ["stats"], ["show", "ab"], ["rm", "ab"], ["prune", "--to", "1"]])
 def test_a_damaged_index_says_what_mends_it(cache, own, args):
     (own / "index.sqlite").write_bytes(b"not a database" * 1000)
     found = cache(*args, "--json")
@@ -137,6 +142,17 @@ def test_ls_shows_words(cache, tiny_model, stored):
     assert [line["text"] for line in found] == [tiny.tokenizer().decode(leaf, skip_special_tokens=False)]
 
 
+def test_ls_says_that_it_has_no_words(cache):
+    found = cache("ls", "--text", "--json")
+    assert {line["text"] for line in found.json["entries"]} == {None} and found.err.count("tokenizer of llama") == 1
+
+
+def test_the_words_of_the_embedded_model_are_found():
+    decode = decoder(EMBEDDED.name, Settings.load())
+    ids = json.loads((EMBEDDED / "tokenizer.json").read_text())["model"]["vocab"]
+    assert decode is not None and decode([ids["a"]]) == "a"
+
+
 def test_info_counts_every_file_once(cache, own):
     (own / "tmp" / "4194303-00000000-1-x.rows.safetensors").write_bytes(b"x" * 1000)  # of a process that is gone
     (own / "notes.txt").write_bytes(b"mine")
@@ -155,6 +171,8 @@ def test_info_counts_every_file_once(cache, own):
     assert found["temporaries"] == {"count": 1, "bytes": 1000, "left_over": 1}
     assert found["quarantine"] == {"count": 1, "bytes": 3}
     assert found["foreign"] == {"count": 2, "bytes": 9}
+    parts = [*found["records"].values(), *(found[name] for name in ("temporaries", "quarantine", "foreign"))]
+    assert found["bytes"] == sum(p["bytes"] for p in parts) + found["index_bytes"] + found["notes_bytes"]
     assert (found["rows_without_file"], found["files_without_row"]) == (1, 0)
     assert sum(m["bytes"] for m in found["models"]) == sum(p.stat().st_size for p in records(own)) + size
     by_name = {m["model"]: m for m in found["models"]}

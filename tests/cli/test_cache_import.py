@@ -56,6 +56,9 @@ def test_import_then_nothing_to_do_then_removal(cli, old, tmp_path):
     assert ran["cache"]["source"] == "ssd"
     refused = cli("cache", "import", old, "--remove-imported", stdin="n\n")
     assert refused.code == 0 and "Remove 8 files" in refused.err and len(list(old.rglob("*.safetensors"))) == 8
+    nobody = cli("cache", "import", old, "--remove-imported", "--json", stdin="")  # the report comes all the same
+    assert nobody.code == 2 and "nothing was removed" in nobody.err
+    assert nobody.json["already"]["files"] == 8 and nobody.json["removed"] == {"files": 0, "bytes": 0, "kept": 8}
     gone = cli("cache", "import", old, "--remove-imported", "--yes", "--json").json
     assert gone["removed"] == {"files": 8, "bytes": total, "kept": 0}
     assert list(old.rglob("*.safetensors")) == []

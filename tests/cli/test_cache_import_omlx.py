@@ -65,6 +65,45 @@ def test_from_a_dry_run_to_the_removal_of_what_was_imported(cli, folder, tmp_pat
     assert cli("cache", "verify", "--json").code == 0
 
 
+def test_tokens_that_were_given_once_need_not_be_given_again(cli, folder, tmp_path):
+    for path in folder.rglob("*.tokens"):
+        path.unlink()
+    unknown = cli("cache", "import", folder, "--assume-same-weights")
+    assert unknown.code == 1 and "--prompt-tokens" in unknown.out and "--legacy-dirs" in unknown.out
+    cli("cache", "import", folder, "--prompt-tokens", tmp_path / "prompt.json")
+    before = {path: path.stat().st_mtime_ns for path in records(tmp_path / "c")}
+    again = cli("cache", "import", folder, "--json")
+    assert again.code == 0 and again.json["already"]["files"] == N and not again.json["refused"]
+    assert {path: path.stat().st_mtime_ns for path in records(tmp_path / "c")} == before
+    path = next(folder.rglob("*.safetensors"))
+    path.write_bytes(path.read_bytes() + b" ")  # another file than the one in the journal
+    changed = cli("cache", "import", folder, "--remove-imported", "--yes", "--json").json
+    assert changed["removed"]["files"] == N - 1 and list(folder.rglob("*.safetensors")) == [path]
+
+
+def test_what_is_no_longer_stored_whole_is_not_removed_and_says_so(cli, folder, tmp_path):
+    cli("cache", "import", folder, "--assume-same-weights")
+    states, size = len(records(tmp_path / "c", "state")), cli("cache", "info", "--json").json["bytes"]
+    assert cli("cache", "prune", "--to", str(size - 1), "--yes").code == 0
+    assert len(records(tmp_path / "c", "state")) < states
+    kept = cli("cache", "import", folder, "--remove-imported", "--yes")
+    assert kept.code == 0 and len(list(folder.rglob("*.safetensors"))) == N
+    assert "0 files (0 B) removed" in kept.out and f"{N} files of those kept cannot be removed" in kept.out
+
+
+def test_a_folder_of_another_name_says_how_to_name_it(cli, folder, told):
+    found = cli("cache", "import", folder, "--assume-same-weights", "--source-model", "another")
+    assert found.code == 1 and "MODEL" in found.out and "--source-model" in found.out
+    named = cli("cache", "import", folder, "--assume-same-weights", "--source-model", told[0], "--json").json
+    assert named["imported"]["files"] == N
+
+
+def test_a_legacy_folder_that_is_not_there_is_said(cli, folder, tmp_path, caplog):
+    args = ("run", "--prompt-tokens", tmp_path / "prompt.json", "-n", "1", "--legacy-dirs", tmp_path / "gone")
+    assert cli(*args).code == 0
+    assert "there is no such folder" in caplog.text and "--assume-same-weights" not in caplog.text
+
+
 def test_a_refused_file_is_named_and_never_removed(cli, folder, told, tmp_path):
     model, _, run = told
     bad = blocks(run, Style(model=str(model), block=BLOCK))[-1]

@@ -52,6 +52,9 @@ def test_the_prompt_of_cache_prompt_is_proven_imported_and_served(cli, file, tmp
     cold = cli("run", f"{TEXT} But for the gulls.", "--max-tokens", "1", "--no-cache", "--json").json
     assert ran["text"] == cold["text"]
     assert cli("cache", "import", file, "--prompt", TEXT, "--json").json["already"]["files"] == 1
+    for args in ((), ("--dry-run",)):  # that it was imported is known without its prompt
+        again = cli("cache", "import", file, *args, "--json")
+        assert again.code == 0 and again.json["already"]["files"] == 1 and not again.json["refused"]
     assert file.read_bytes() == before
 
 

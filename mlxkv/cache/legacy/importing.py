@@ -89,7 +89,7 @@ def target(store: PrefixStore) -> Target:
         raise ConfigError(
             f"HEAD: {REASONS['HEAD']}: {store.identity.name} runs with its head, and an entry without the head's rows "
             "would never be found.",
-            "Nothing of another tool can be imported for this model.",
+            "Nothing of another tool can be imported for this model; name the one that made the files with --model.",
         )
     return Target(store.space(), store.layout, store.identity, store.software)
 
@@ -122,7 +122,7 @@ class Importer:
     def run(self, *, dry_run: bool = False) -> Report:
         """Import everything that can be. ``dry_run``: read it all, and store nothing. Raises OSError where the source
         cannot be looked at, sqlite3.Error where the index or the journal cannot be used."""
-        self._survey()
+        self._survey(dry_run)
         for prefix, files in self.source.prefixes():
             self._take_in(prefix, files, dry_run)
             if self.store.writer.stopped_because and not dry_run:
@@ -138,14 +138,14 @@ class Importer:
         """The files of which everything useful is stored."""
         return [path for path, state in self._state.items() if state in ("imported", "already")]
 
-    def _survey(self) -> None:
+    def _survey(self, dry_run: bool) -> None:
         for seen, found in enumerate(self.source.survey(), 1):
             if seen % _SURVEY_STEP == 0:
                 self._progress(0, self._total)
             if found.code is None:
                 self._good[found.path] = found
                 self._total += found.nbytes
-            else:
+            elif found.code != "NO_TOKENS" or not self._known_without_tokens(found, dry_run):
                 self._refuse(found.path, found.nbytes, found.code, found.detail)
 
     def _take_in(self, prefix: Prefix, files: list[Path], dry_run: bool) -> None:
@@ -263,6 +263,27 @@ class Importer:
             for path in unread if not dry_run else ():
                 self._note_digest(path, root)
         return True
+
+    def _known_without_tokens(self, found: Found, dry_run: bool) -> bool:
+        """Whether a file whose tokens nobody says now was imported when they were known, by a prompt or a request."""
+        self._good[found.path] = found
+        if not self._known([found.path], dry_run):
+            del self._good[found.path]
+            return False
+        row = self.journal.imported(self.root, relative_name(self.root, found.path), self.target.space.root)
+        records = row.records if row is not None else {}
+        if not records.keys() <= self._staying:  # files that were imported together have the same ones
+            self._stay({key: {kind: self._size(key, kind) for kind in kinds} for key, kinds in records.items()})
+            if not dry_run:
+                self.store.writer.touch(next(reversed(records)))
+        self._settle([found.path], "already")
+        return True
+
+    def _size(self, key: bytes, kind: str) -> int:
+        try:
+            return self.store.folder.file(key, kind).stat().st_size
+        except OSError:
+            return 0  # a state that was given up
 
     def _note_digest(self, path: Path, root: bytes) -> None:
         """Note what an imported file holds, if it is still that one. Raises NoRoom."""

@@ -181,6 +181,11 @@ class LegacyTier:
 
     def _vouched(self, store: PrefixStore) -> Iterator[_Folder]:
         for folder in self._folders:
+            if not folder.path.is_dir():
+                if not folder.said:
+                    folder.said = True
+                    log.warning("%s is not asked: there is no such folder (legacy_dirs)", folder.path)
+                continue
             if not folder.consent:
                 folder.consent = self._open_journal(store).consent(folder.path, store.identity.fingerprint)
             if folder.consent:
