@@ -121,7 +121,9 @@ def read_block(path: Path, ours: Callable[[str], bool] = bool) -> BlockFile:
     digest = name_of(path)
     with HostileFile.open(path) as file:
         try:
-            return _Parser(file, digest, ours).block()
+            block = _Parser(file, digest, ours).block()
+            file.metadata.clear()  # many blocks are held at a time, and there may be much in it that nobody asks for
+            return block
         except Refused as e:
             raise e if e.path is not None else Refused(e.code, e.detail, path) from None
 
