@@ -77,7 +77,7 @@ def file_of(folder: Path, digest: bytes) -> Path:
 
 def our_names(name: str, path: Path | None = None) -> tuple[str, ...]:
     """The names that oMLX may know our model by, the likeliest first. ``path``: its folder, where it is known."""
-    paths = [path, path.resolve()] if path is not None else []
+    paths = [path.absolute(), path.resolve()] if path is not None else []
     return tuple(dict.fromkeys([*(str(p) for p in paths), name, PurePath(name).name]))
 
 

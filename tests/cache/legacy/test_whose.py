@@ -79,6 +79,7 @@ def test_a_file_without_tokens_is_looked_for_under_its_own_name(base):
         ("other/Qwen3-Next", our_names("Qwen3-Next", Path("/hub/models--qwen--Qwen3-Next/snapshots/0123")), False),
         ("/hub/models--qwen--Qwen3-Next/snapshots/0123", our_names("Qwen3-Next", Path("/models/Qwen3-Next")), True),
         ("/models/Qwen3-Next", our_names("qwen/Qwen3-Next"), True),
+        ("qwen/Qwen3-Next", our_names("Qwen3-Next", Path("models/Qwen3-Next")), True),
     ],
 )
 def test_models_of_one_name_but_of_different_people(theirs, ours, same):
