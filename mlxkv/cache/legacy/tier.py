@@ -49,6 +49,8 @@ BYTES = 2 << 30
 #: files looked at in each of a folder's sixteen, to learn model names and block sizes; names that are listed for it
 _SAMPLE, _LISTED = 8, 1024
 _NAMES, _SIZES = 8, 12
+#: blocks that are looked for of one chain: where a folder says that they are of a token or two, not every request waits
+_BLOCKS = 4096
 #: chains and files that are remembered, and imports that wait to be noted
 _CHAINS, _FILES, _PENDING = 1024, 65_536, 64
 
@@ -260,7 +262,7 @@ class LegacyTier:
         """The chains of a prompt of which anything is there, under every name and block size. ``tick`` may raise."""
         self._learn(folder, tick)
         for size in folder.sizes:
-            for name, digests in zip(folder.names, chains(folder.names, tokens, size), strict=True):
+            for name, digests in zip(folder.names, chains(folder.names, tokens[: size * _BLOCKS], size), strict=True):
                 listed: list[bytes] = []
                 at: dict[int, Signature] = {}
                 for i, digest in enumerate(digests):
@@ -309,7 +311,8 @@ class LegacyTier:
                 files.remove(path)
             self.counters.refused += 1
 
-        return follow(store.layout, tokens, chain.size, find, spoiled, tick)
+        looked_for = tokens[: chain.size * len(chain.digests)]
+        return follow(store.layout, looked_for, chain.size, find, spoiled, tick)
 
     def _refuse(self, path: Path, signature: Signature, why: Refused) -> None:
         """It is not read again until it is another file."""

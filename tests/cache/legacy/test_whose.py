@@ -38,11 +38,11 @@ def base() -> Iterator[Path]:
         yield folder
 
 
-def opened(base: Path, folder: Path, names: tuple[str, ...] = (NAME,)) -> PrefixStore:
+def opened(base: Path, folder: Path, names: tuple[str, ...] = (NAME,)) -> tuple[PrefixStore, LegacyTier]:
     store = MODEL.open(base / "c")
     vouch(store, folder)
-    store.legacy = LegacyTier((folder,), names)
-    return store
+    store.legacy = tier = LegacyTier((folder,), names)
+    return store, tier
 
 
 def test_a_file_that_says_another_model_is_of_none(base):
@@ -51,9 +51,9 @@ def test_a_file_that_says_another_model_is_of_none(base):
     for block in chain(twin(MODEL), sidecars=False):
         block.metadata["model_name"] = "/models/another"
         block.save(base / "omlx")
-    store = opened(base, base / "omlx")
+    store, tier = opened(base, base / "omlx")
     assert ask(MODEL, store, TOKENS, keep=False).tokens == 0
-    assert store.legacy.counters.refused == 3
+    assert tier.counters.refused == 3
     store.close()
 
 
@@ -88,7 +88,7 @@ def test_models_of_one_name_but_of_different_people(theirs, ours, same):
 
 def test_another_persons_model_of_the_same_name_is_not_served(base):
     save(base / "omlx", hashed(twin(MODEL), TOKENS, ENDS), Style(model="/hub/models--other--big/snapshots/1"))
-    store = opened(base, base / "omlx", our_names("ours/big"))
+    store, _ = opened(base, base / "omlx", our_names("ours/big"))
     assert ask(MODEL, store, TOKENS, keep=False).tokens == 0
     store.close()
 
@@ -98,7 +98,7 @@ def test_a_link_that_leads_elsewhere_meanwhile_is_not_vouched_for(base):
     save(base / "wrong", hashed(twin(MODEL), TOKENS, ENDS), Style())
     link = base / "omlx"
     link.symlink_to(base / "good")
-    store = opened(base, link)
+    store, _ = opened(base, link)
     assert ask(MODEL, store, TOKENS, keep=False).tokens == 0
     link.unlink()
     link.symlink_to(base / "wrong")
@@ -114,8 +114,8 @@ def test_looking_in_a_slow_folder_ends_in_time(base, monkeypatch):
     """Each file is asked for after the time is over: only the first is."""
     folder = base / "omlx"
     save(folder, hashed(MODEL, TOKENS, ENDS), Style())
-    store = opened(base, folder)
-    store.legacy.seconds = 0.01
+    store, tier = opened(base, folder)
+    tier.seconds = 0.01
     asked = []
 
     def slow(path, *args, **kwargs):
@@ -133,10 +133,20 @@ def test_looking_in_a_slow_folder_ends_in_time(base, monkeypatch):
         assert 0 < len(asked) <= 2
         asked.clear()
     monkeypatch.undo()
-    store.legacy.seconds = 20
+    tier.seconds = 20
     assert ask(MODEL, store, TOKENS, keep=False).tokens == 12
-    assert not store.legacy.counters.faults
+    assert not tier.counters.faults
     assert fingerprint(folder) == before
+    store.close()
+
+
+def test_of_a_chain_of_very_many_blocks_the_first_are_served(base, monkeypatch):
+    """Any file may say that blocks are of one token: not every request may look for as many files."""
+    monkeypatch.setattr(tier_module, "_BLOCKS", 2)
+    save(base / "omlx", hashed(MODEL, TOKENS, ENDS), Style())
+    store, tier = opened(base, base / "omlx")
+    assert ask(MODEL, store, TOKENS, keep=False).tokens == 8
+    assert not tier.counters.faults
     store.close()
 
 
