@@ -27,6 +27,8 @@ MAX_ELEMENTS = 16
 MAX_LAYERS = 1024
 MAX_MEMBERS = 16
 _MAX_NESTING = 2
+#: bytes at the end of a file; oMLX does not sync, so that a loss of power leaves pages of zeros there
+_PAGE = 4096
 _LIST = "CacheList"
 #: names under which oMLX stores what another class holds
 _CANONICAL: dict[str, str] = {
@@ -160,6 +162,8 @@ class _Parser:
             raise Refused("TENSORS", f"nothing says what {left[0][:80]} is")
         for layer in read:
             self._check(layer)
+        if self.file.ends_in_zeros(_PAGE):
+            raise Refused("HOLE")
         return BlockFile(self.file, self.digest, version, model, tokens, block, tuple(read))
 
     def _version(self) -> str:
