@@ -419,9 +419,22 @@ def link(folder: CacheFolder, index: Index, key: bytes) -> None:
         return
     for full in index.longer(leaf.parent, leaf.tokens):
         rows = full.kinds & {*ROW_KINDS}
-        if full.root == leaf.root and "rows" in rows and rows - leaf.kinds:
+        if full.root == leaf.root and "rows" in rows and rows - leaf.kinds and not _hangs_on(index, full, key):
             index.merged(key, full.key)
             for kind in sorted(rows & leaf.kinds):  # what is left of them is of no use
                 folder.remove(key, kind)
                 index.drop_record(key, kind)
             return
+
+
+def _hangs_on(index: Index, entry: Entry, key: bytes) -> bool:
+    """Whether the rows of an entry begin with those of ``key``, which has lost its window alone then."""
+    at, seen = entry, {entry.key}
+    while at.base is not None and at.base not in seen:
+        if at.base == key:
+            return True
+        seen.add(at.base)
+        if (base := index.entry(at.base)) is None:
+            break
+        at = base
+    return False

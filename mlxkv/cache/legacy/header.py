@@ -142,6 +142,12 @@ class HostileFile:
         self.check()
         return out
 
+    def ends_in_zeros(self, n: int) -> bool:
+        """Whether there are ``n`` bytes of data or more, and the last ``n`` are all zero. Raises Refused."""
+        if self.signature.size - self.data_start < n:
+            return False
+        return not any(self._bytes(self._opened(), n, self.signature.size - n))
+
     def digest(self) -> str:
         """XXH3-128 of the whole file, hex. Raises Refused."""
         h = xxhash.xxh3_128()

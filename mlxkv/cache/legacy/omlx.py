@@ -8,6 +8,7 @@ the block before it, is kept.
 from __future__ import annotations
 
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -41,8 +42,8 @@ class OmlxSource:
         self._sizes: dict[int, None] = dict.fromkeys(BLOCK_SIZES)
         #: sound blocks whose tokens are known -> the block before
         self._before: dict[bytes, bytes | None] = {}
-        #: sound blocks without a sidecar
-        self._nameless: set[bytes] = set()
+        #: sound blocks without a sidecar -> the model that they say
+        self._nameless: dict[bytes, str] = {}
         self._prompts: list[tuple[list[bytes], int]] = []
         self._recent: OrderedDict[bytes, Fitted] = OrderedDict()
         self._used: set[bytes] = set()
@@ -59,7 +60,7 @@ class OmlxSource:
         for digest in sorted(self._nameless):
             code = "NO_TOKENS" if digest not in on_prompt else self._consent()
             yield _found(file_of(self.folder, digest), code)
-        self._nameless = on_prompt & self._nameless if self.context.same_weights else set()
+        self._nameless = {d: self._nameless[d] for d in on_prompt if self.context.same_weights and d in self._nameless}
 
     def _files(self) -> Iterator[tuple[Path, str | None]]:
         """Every file that may be a block, with a code where its place says why it is not imported. Raises OSError for
@@ -92,7 +93,7 @@ class OmlxSource:
             _, self._before[digest], _ = read_tokens(sidecar_of(path), digest, block.model)
         except Refused as e:
             if e.code == "NO_TOKENS" and self.context.prompt:
-                self._nameless.add(digest)
+                self._nameless[digest] = sys.intern(block.model)
                 return None
             return Found(path, signature.size, e.code, e.detail, signature)
         return Found(path, signature.size, self._consent(), "", signature)
@@ -113,7 +114,7 @@ class OmlxSource:
         for name in self._names:
             for size in self._sizes:
                 digests = list(chain(name, prompt, size))
-                there = [d for d in digests if d in self._nameless or d in self._before]
+                there = [d for d in digests if self._nameless.get(d) == name or d in self._before]
                 if there and there[-1] not in self._before:  # else sidecars say all this, and more
                     self._prompts.append((digests, size))
                     found.update(there)

@@ -27,6 +27,8 @@ MAX_ELEMENTS = 16
 MAX_LAYERS = 1024
 MAX_MEMBERS = 16
 _MAX_NESTING = 2
+#: bytes at the end of a file; oMLX does not sync, so that a loss of power leaves pages of zeros there
+_PAGE = 4096
 _LIST = "CacheList"
 #: names under which oMLX stores what another class holds
 _CANONICAL: dict[str, str] = {
@@ -121,7 +123,9 @@ def read_block(path: Path, ours: Callable[[str], bool] = bool) -> BlockFile:
     digest = name_of(path)
     with HostileFile.open(path) as file:
         try:
-            return _Parser(file, digest, ours).block()
+            block = _Parser(file, digest, ours).block()
+            file.metadata.clear()  # many blocks are held at a time, and there may be much in it that nobody asks for
+            return block
         except Refused as e:
             raise e if e.path is not None else Refused(e.code, e.detail, path) from None
 
@@ -158,6 +162,8 @@ class _Parser:
             raise Refused("TENSORS", f"nothing says what {left[0][:80]} is")
         for layer in read:
             self._check(layer)
+        if self.file.ends_in_zeros(_PAGE):
+            raise Refused("HOLE")
         return BlockFile(self.file, self.digest, version, model, tokens, block, tuple(read))
 
     def _version(self) -> str:

@@ -77,18 +77,31 @@ def file_of(folder: Path, digest: bytes) -> Path:
 
 def our_names(name: str, path: Path | None = None) -> tuple[str, ...]:
     """The names that oMLX may know our model by, the likeliest first. ``path``: its folder, where it is known."""
-    paths = [path, path.resolve()] if path is not None else []
+    paths = [path.absolute(), path.resolve()] if path is not None else []
     return tuple(dict.fromkeys([*(str(p) for p in paths), name, PurePath(name).name]))
 
 
 def same_model(theirs: str, ours: Sequence[str]) -> bool:
     """Whether a model name in a file may mean our model: one of its names, or a path that ends in one. A model in the
-    hub's own cache is called ``…/models--org--name/snapshots/<revision>``."""
+    hub's own cache is called ``…/models--org--name/snapshots/<revision>``: where both tell whose model it is, that is
+    compared too."""
     if theirs in ours:
         return True
+    whose, known = _hub_id(theirs), {_hub_id(o) for o in ours} - {None}
+    if whose is not None and known:
+        return whose in known
     path = PurePath(theirs)
     ends = {path.name, "/".join(path.parts[-2:])}
     for part in path.parts:
         if part.startswith("models--"):
             ends |= {part.removeprefix("models--").replace("--", "/"), part.split("--")[-1]}
     return any(e in ours or any(PurePath(o).name == e for o in ours) for e in ends if e)
+
+
+def _hub_id(name: str) -> str | None:
+    """The ``org/name`` of a model on the hub, as far as a name or path tells it."""
+    path = PurePath(name)
+    for part in path.parts:
+        if part.startswith("models--") and part.count("--") > 1:
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return name if len(path.parts) == 2 and not path.is_absolute() else None

@@ -7,7 +7,7 @@ nothing (a placeholder) is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..layout import Layout, MemberSpec, tensor_name
@@ -102,7 +102,7 @@ def fit(block: BlockFile, layout: Layout) -> Fitted:
     try:
         if sorted(members) != list(range(len(block.layers))):
             raise Refused("LAYOUT", f"{len(block.layers)} layers, the model has {len(members)}")
-        fitted = Fitted(block)
+        fitted = Fitted(replace(block, layers=()))  # what is of use of them is kept below
         for layer in block.layers:
             _layer(layer, members[layer.index], fitted)
         return fitted

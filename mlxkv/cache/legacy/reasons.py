@@ -15,6 +15,7 @@ REASONS = {
     "HEADER_LENGTH": "its header is longer than the file, or than any header is",
     "HEADER_JSON": "its header is not the JSON of a safetensors file",
     "OFFSETS": "its tensors overlap, leave gaps, are out of order or end elsewhere than the file",
+    "HOLE": "its end is all zeros: it was never written, as after a loss of power",
     "SIZES": "a tensor's dtype and shape do not fit its bytes",
     # what it says of itself
     "TOO_OLD": "its format version is from before buffers were cut to their rows",

@@ -49,6 +49,8 @@ BYTES = 2 << 30
 #: files looked at in each of a folder's sixteen, to learn model names and block sizes; names that are listed for it
 _SAMPLE, _LISTED = 8, 1024
 _NAMES, _SIZES = 8, 12
+#: blocks that are looked for of one chain: where a folder says that they are of a token or two, not every request waits
+_BLOCKS = 4096
 #: chains and files that are remembered, and imports that wait to be noted
 _CHAINS, _FILES, _PENDING = 1024, 65_536, 64
 
@@ -73,16 +75,27 @@ class _Folder:
     path: Path
     consent: bool = False
     said: bool = False
-    #: model names and block sizes, once they were learned
-    names: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()
+    #: model names and block sizes that were learned, and the files to learn more from
+    learned: dict[str, None] = field(default_factory=dict)
+    counts: dict[int, None] = field(default_factory=dict)
+    sample: Iterator[Path] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.learned)[-_NAMES:]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys([*islice(self.counts, _SIZES - len(BLOCK_SIZES)), *BLOCK_SIZES]))
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Blocks of a prompt in a folder: ``at`` says which of ``digests`` are there, in which state."""
+    """Blocks of a prompt in a folder, of the model ``name``: ``at`` says which of ``digests`` are there, in which
+    state."""
 
     folder: _Folder
+    name: str
     size: int
     digests: list[bytes]
     at: dict[int, Signature]
@@ -121,7 +134,7 @@ class LegacyTier:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self._folders = [_Folder(Path(d)) for d in self.dirs]
+        self._folders: dict[Path, _Folder] = {}  # by where they really are
         self._known: OrderedDict[bytes, int] = OrderedDict()  # a chain's mark -> how far it leads
         self._refused: OrderedDict[Path, Signature] = OrderedDict()
         self._pending: list[_Pending] = []
@@ -180,7 +193,10 @@ class LegacyTier:
         return self._useless
 
     def _vouched(self, store: PrefixStore) -> Iterator[_Folder]:
-        for folder in self._folders:
+        for path in self.dirs:
+            # a link may lead elsewhere since the last request, where nobody has vouched for anything
+            real = Path(os.path.realpath(path))
+            folder = self._folders.setdefault(real, _Folder(real))
             if not folder.path.is_dir():
                 if not folder.said:
                     folder.said = True
@@ -218,7 +234,11 @@ class LegacyTier:
 
         # a place to stand at the very end of the prompt is of no use: its last token is computed
         tokens = tokens if store.layout.growing_only else tokens[:-1]
-        found = [f for folder in self._vouched(store) for f in self._find(folder, tokens)]
+        try:
+            found = [f for folder in self._vouched(store) for f in self._find(folder, tokens, tick)]
+        except _Late:
+            log.warning("legacy folders take too long to look for this prompt in")
+            return frozenset()
         for chain in sorted(found, key=lambda f: f.reach, reverse=True):
             mark = chain.mark
             if chain.reach <= position or self._known.get(mark, chain.reach) <= position:
@@ -243,37 +263,39 @@ class LegacyTier:
                 return self._hand_over(store, chain, outcome.prefix, files, until)
         return frozenset()
 
-    def _find(self, folder: _Folder, tokens: list[int]) -> Iterator[_Found]:
-        """The chains of a prompt of which anything is there, under every name and block size."""
-        if not folder.names:
-            self._learn(folder)
+    def _find(self, folder: _Folder, tokens: list[int], tick: Callable[[], None]) -> Iterator[_Found]:
+        """The chains of a prompt of which anything is there, under every name and block size. ``tick`` may raise."""
+        self._learn(folder, tick)
         for size in folder.sizes:
-            for digests in chains(folder.names, tokens, size):
-                listed = list(digests)
+            for name, digests in zip(folder.names, chains(folder.names, tokens[: size * _BLOCKS], size), strict=True):
+                listed: list[bytes] = []
                 at: dict[int, Signature] = {}
-                for i, digest in enumerate(listed):
+                for i, digest in enumerate(digests):
+                    tick()
+                    listed.append(digest)
                     with contextlib.suppress(OSError):
                         info = os.lstat(file_of(folder.path, digest))
                         if stat.S_ISREG(info.st_mode):
                             at[i] = Signature.of(info)
                 if at:
-                    yield _Found(folder, size, listed, at)
+                    yield _Found(folder, name, size, listed, at)
 
-    def _learn(self, folder: _Folder) -> None:
-        """Names and block sizes that a few of the folder's files say, and those that are always tried."""
-        names = dict.fromkeys(self.names)
-        sizes: dict[int, None] = {}
-        for shard in "0123456789abcdef":
-            for path in islice(_some(folder.path / shard), _SAMPLE):
-                with contextlib.suppress(Refused), HostileFile.open(path) as file:
-                    meta = file.metadata
-                    if same_model(name := meta.get("model_name", ""), self.names):
-                        names[name] = None
-                        count = meta.get("token_count", "")
-                        if count.isascii() and count.isdigit() and len(count) < 6 and 0 < int(count) <= MAX_BLOCK:
-                            sizes[int(count)] = None
-        folder.names = tuple(names)[-_NAMES:]
-        folder.sizes = tuple(dict.fromkeys([*islice(sizes, _SIZES - len(BLOCK_SIZES)), *BLOCK_SIZES]))
+    def _learn(self, folder: _Folder, tick: Callable[[], None]) -> None:
+        """Names and block sizes that a few of the folder's files say, beside those that are always tried. Where
+        ``tick`` raises, the next request goes on."""
+        if folder.sample is None:
+            folder.learned = dict.fromkeys(self.names)
+            shards = [folder.path / shard for shard in "0123456789abcdef"]
+            folder.sample = (path for shard in shards for path in islice(_some(shard), _SAMPLE))
+        for path in folder.sample:
+            with contextlib.suppress(Refused), HostileFile.open(path) as file:
+                meta = file.metadata
+                if same_model(name := meta.get("model_name", ""), self.names):
+                    folder.learned[name] = None
+                    count = meta.get("token_count", "")
+                    if count.isascii() and count.isdigit() and len(count) < 6 and 0 < int(count) <= MAX_BLOCK:
+                        folder.counts[int(count)] = None
+            tick()
 
     def _follow(
         self, store: PrefixStore, chain: _Found, tokens: list[int], files: list[Path], tick: Callable[[], None]
@@ -283,7 +305,7 @@ class LegacyTier:
             if i not in chain.at or self._refused.get(path) == chain.at[i]:
                 return None
             try:
-                return fit(read_block(path), store.layout)
+                return fit(read_block(path, chain.name.__eq__), store.layout)
             except Refused as e:
                 self._refuse(path, chain.at[i], e)
                 return None
@@ -294,7 +316,8 @@ class LegacyTier:
                 files.remove(path)
             self.counters.refused += 1
 
-        return follow(store.layout, tokens, chain.size, find, spoiled, tick)
+        looked_for = tokens[: chain.size * len(chain.digests)]
+        return follow(store.layout, looked_for, chain.size, find, spoiled, tick)
 
     def _refuse(self, path: Path, signature: Signature, why: Refused) -> None:
         """It is not read again until it is another file."""

@@ -3,9 +3,9 @@
 A ``Damage`` writes a folder of three blocks (12 tokens, blocks of 4) with something wrong in it, and says which file
 is to be refused and why. Where the format's description leaves two readings open, more than one code is allowed.
 
-What nothing in such a file can tell, so that no reader can refuse it: a byte flipped, or a tail zeroed by a loss of
-power, inside a recurrent state, inside rows of a flat or per-member block, or inside the newest rows of the last
-cumulative block. There is no checksum, and any finite number may be a value.
+What nothing in such a file can tell, so that no reader can refuse it: a byte flipped, or less than a page zeroed by a
+loss of power, inside a recurrent state, inside rows of a flat or per-member block, or inside the newest rows of the
+last cumulative block. There is no checksum, and any finite number may be a value.
 """
 
 from __future__ import annotations
