@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,15 @@ class Written:
         if keep:
             assert rt.store.writer.flush(10)
         return completion.usage.cached_tokens, completion.cache.miss_reason
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that a store has open and may be writing into: what came after the listing takes another try."""
+    for last in [*[False] * 50, True]:
+        with contextlib.suppress(*[] if last else [OSError]):
+            shutil.rmtree(folder)
+            return
+        time.sleep(0.02)
 
 
 def records(folder: Path, kind: str = "*") -> list[Path]:

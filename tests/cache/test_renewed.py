@@ -11,7 +11,7 @@ import pytest
 from mlxkv.cache import store as store_module
 from mlxkv.cache.folder import CacheFolder
 from tests.cache.drafts import BLOCK, chain, held, open_store, put, tokens
-from tests.cache.stores import prompt, records, reopened
+from tests.cache.stores import prompt, records, remove, reopened
 from tests.cache.synthetic import MODELS, ask, verify
 from tests.probe import equal, run, runtime
 
@@ -19,12 +19,8 @@ MODEL = MODELS["mixed"]
 OLD, NEW = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 9, 9, 9, 9, 9]
 
 
-def remove(folder):
-    shutil.rmtree(folder)
-
-
 def make_anew(folder):
-    shutil.rmtree(folder)
+    remove(folder)
     CacheFolder(folder).prepare()
 
 
@@ -34,7 +30,7 @@ def move_away(folder):
 
 def remove_records_and_index(folder):
     for path in [folder / "records", *folder.glob("index.sqlite*")]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        remove(path) if path.is_dir() else path.unlink()
 
 
 def replace_index(folder):

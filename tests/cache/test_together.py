@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from mlxkv.cache.folder import CacheFolder
 from mlxkv.cache.removal import Pruning, plan_pruning, prune
 from mlxkv.cache.verify import verify as verify_all
 from tests.cache.machine import scratch
-from tests.cache.stores import records, reopened
+from tests.cache.stores import records, remove, reopened
 from tests.cache.synthetic import MODELS, ask, verify
 from tests.cache.test_merging import BLOCK, answers, merged, talk
 from tests.probe import run, runtime
@@ -104,7 +103,7 @@ def test_merging_goes_on_in_a_folder_that_was_made_anew(folder):
     model = MODELS["mixed"]
     store, _ = talk(model, folder)
     first = merged(store).writer.counters.merged_blocks
-    shutil.rmtree(folder)
+    remove(folder)
     tokens = [7, 7]
     for turn in range(9):
         tokens = [*tokens, turn % 5 + 1, 2, 3]
