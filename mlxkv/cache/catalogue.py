@@ -17,9 +17,10 @@ from pathlib import Path
 from ..errors import MlxkvError
 from .adoption import Progress, take_in_all
 from .folder import CacheFolder, FolderRefused
-from .index import FILE, VERSION, Index
+from .index import FILE, Index
 from .lock import FolderLock, LockRefused
 from .opening import open_index
+from .tables import VERSION
 from .tensors import RECORD_KINDS
 
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .index import FILE, SUFFIX, Entry, Index
+from .index import FILE, Entry, Index
 from .keys import pack
 from .record import Meta, MissingRecord, Reader, RecordError
+from .tables import SUFFIX
 from .tensors import RECORD_KINDS, ROW_KINDS
 
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # bford.info/cachedir: backups pass the folder over

@@ -17,62 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from .keys import common, digest
+from .tables import LOOK_UPS, SUFFIX, TABLES, VERSION, WAITING_ROOM
 
 FILE = "index.sqlite"
-SUFFIX = ".safetensors"  # of the records' files
-VERSION = 4  # of the tables; an index of another version is built again from the files
 PAGE = 8192  # a block's 256 ids fit into a page, twice
 _FRAME = PAGE + 24  # a page in the WAL
 #: room for small files that are written without asking: the lock, marks, the memo of weight digests
 MISC_ROOM = 64 << 10
-#: what the index needs at most for a record that waits: a row with 256 ids, twice, in pages that are half full
-WAITING_ROOM = 2 * (2 * 1024 + 512)
 _NEIGHBOURS = 8
 #: seconds a call waits for another's transaction or checkpoint, unless ``wait_at_most`` says otherwise
 _PATIENCE = 10.0
 _PAUSE = 0.02
 #: pages that one entry or record changes at most, on the average of a transaction: a leaf of each tree, some splits
 PAGES_A_ROW = 12
-
-TABLES = (
-    "CREATE TABLE roots ("
-    " root BLOB PRIMARY KEY, model TEXT, fingerprint BLOB, compute TEXT, layout BLOB, block INTEGER) WITHOUT ROWID",
-    "CREATE TABLE entries ("
-    " key BLOB PRIMARY KEY, root BLOB NOT NULL, parent BLOB NOT NULL, start INTEGER NOT NULL, end INTEGER NOT NULL,"
-    " row_start INTEGER NOT NULL, base BLOB, tokens BLOB NOT NULL, used REAL NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE records ("
-    " key BLOB NOT NULL, kind TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (key, kind)) WITHOUT ROWID",
-    "CREATE TABLE answers ("
-    " digest BLOB PRIMARY KEY, key BLOB NOT NULL, start INTEGER NOT NULL, last INTEGER) WITHOUT ROWID",
-    # files that are named like records and have no row yet; ``written``: when, seconds
-    "CREATE TABLE waiting (name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, written REAL NOT NULL) WITHOUT ROWID",
-    # records: sum of their bytes; waiting: the same and room for their rows; outside, inside: other files beside and
-    # under records/
-    "CREATE TABLE ledger (name TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID",
-    # a store that is open (its budget, no bytes), or what it has reserved (bytes, and the names of the files)
-    "CREATE TABLE holds ("
-    " id INTEGER PRIMARY KEY, store INTEGER, pid INTEGER, started TEXT, boot TEXT, temporaries TEXT, budget INTEGER,"
-    " bytes INTEGER NOT NULL, files TEXT NOT NULL)",
-    "INSERT INTO ledger VALUES ('records', 0), ('waiting', 0), ('outside', 0), ('inside', 0)",
-)
-#: made after a bulk load
-LOOK_UPS = (
-    "CREATE INDEX entries_prefix ON entries (parent, tokens)",
-    "CREATE INDEX entries_base ON entries (base) WHERE base IS NOT NULL",
-    "CREATE INDEX entries_used ON entries (used)",
-    "CREATE INDEX answers_key ON answers (key)",
-    "CREATE TRIGGER records_added AFTER INSERT ON records BEGIN"
-    " UPDATE ledger SET bytes = bytes + new.bytes WHERE name = 'records';"
-    f" DELETE FROM waiting WHERE name = lower(hex(new.key)) || '.' || new.kind || '{SUFFIX}'; END",
-    "CREATE TRIGGER waiting_added AFTER INSERT ON waiting BEGIN"
-    f" UPDATE ledger SET bytes = bytes + new.bytes + {WAITING_ROOM} WHERE name = 'waiting'; END",
-    "CREATE TRIGGER waiting_gone AFTER DELETE ON waiting BEGIN"
-    f" UPDATE ledger SET bytes = bytes - old.bytes - {WAITING_ROOM} WHERE name = 'waiting'; END",
-    "CREATE TRIGGER records_gone AFTER DELETE ON records BEGIN"
-    " UPDATE ledger SET bytes = bytes - old.bytes WHERE name = 'records'; END",
-    "CREATE TRIGGER records_changed AFTER UPDATE OF bytes ON records BEGIN"
-    " UPDATE ledger SET bytes = bytes + new.bytes - old.bytes WHERE name = 'records'; END",
-)
 
 
 class OverBudget(sqlite3.OperationalError):

@@ -16,9 +16,10 @@ from typing import Any
 from .catalogue import CacheError, Catalogue, Forest, Item, Root
 from .daily import Daily
 from .folder import CacheFolder
-from .index import FILE, SUFFIX, Index
+from .index import FILE, Index
 from .keys import unpack
 from .record import Reader, RecordError
+from .tables import SUFFIX
 from .tensors import RECORD_KINDS
 
 #: files beside records, temporaries and quarantine that are mlxkv's own

@@ -11,23 +11,10 @@ from pathlib import Path
 
 from .adoption import AT_ONCE, Progress, link_lost, take_in_all
 from .folder import NONSENSE, CacheFolder, FolderRefused, Weighed, adopt, is_record, link, parse
-from .index import (
-    FILE,
-    LOOK_UPS,
-    MISC_ROOM,
-    PAGE,
-    SUFFIX,
-    TABLES,
-    VERSION,
-    WAITING_ROOM,
-    Index,
-    OverBudget,
-    damaged,
-    shm_room,
-    wal_room,
-)  # fmt: skip
+from .index import FILE, MISC_ROOM, PAGE, Index, OverBudget, damaged, shm_room, wal_room
 from .lock import FolderLock, LockRefused
 from .record import Reader, RecordError, is_newer
+from .tables import LOOK_UPS, SUFFIX, TABLES, VERSION, WAITING_ROOM
 from .tensors import ROW_KINDS
 
 log = logging.getLogger("mlxkv.cache")

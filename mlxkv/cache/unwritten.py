@@ -14,12 +14,13 @@ from typing import Any
 
 from .adoption import Progress
 from .folder import CacheFolder, FolderRefused
-from .index import FILE, LOOK_UPS, TABLES, VERSION, Entry, Index
+from .index import FILE, Entry, Index
 from .keys import Identity
 from .layout import Layout
 from .planner import Planner
 from .restore import RestoreFailed
 from .store import CLOSE_WITHIN, PrefixStore
+from .tables import LOOK_UPS, TABLES, VERSION
 
 log = logging.getLogger("mlxkv.cache")
 

@@ -21,9 +21,9 @@ def upgrade(
 ) -> None:
     """Bring what older versions of mlxkv stored up to date. A run does the same when it opens the folder."""
     settings = flags.settings()
-    from ..cache.index import VERSION
     from ..cache.legacy.own import survey
     from ..cache.legacy.own import upgrade as carry_out
+    from ..cache.tables import VERSION
     from .render import print_json
 
     path = settings.cache_dir

@@ -27,8 +27,9 @@ from pathlib import Path
 from ..adoption import take_in_all
 from ..catalogue import holds_something, take
 from ..folder import CacheFolder
-from ..index import FILE, SUFFIX, VERSION
+from ..index import FILE
 from ..record import is_newer
+from ..tables import SUFFIX, VERSION
 
 #: told (records done, of how many); may raise to stop
 Progress = Callable[[int, int], None]

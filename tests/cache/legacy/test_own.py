@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxkv.cache.index import VERSION
 from mlxkv.cache.legacy.own import survey, upgrade
 from mlxkv.cache.record import Reader
+from mlxkv.cache.tables import VERSION
 from tests.cache.legacy import fixture_model
 from tests.cache.legacy.frozen import FOLDERS, NAMES, expected
 from tests.cache.stores import records
