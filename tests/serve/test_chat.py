@@ -185,21 +185,25 @@ def test_a_client_that_leaves_frees_the_engine(server, stream, phase):
     if phase == "prefill":
         body["max_tokens"] = 1500
     with httpx.Client(base_url=server.url, timeout=30) as http:
-        first = threading.Thread(target=leave, args=(http, body, 0.6 if phase == "queue" else 0.15))
+        seen = threading.Event()
+        first = threading.Thread(target=leave, args=(http, body, 0.6 if phase == "queue" else 0.3, seen))
         first.start()
         assert server.busy()
         if phase == "queue":
             leave(http, body, 0.1)
+        seen.set()
         first.join()
         assert server.idle(3)
 
 
-def leave(http, body, after):
-    """Send, read for ``after`` seconds at most, and hang up."""
+def leave(http, body, after, seen=None):
+    """Send, read for ``after`` seconds at most, and hang up; what streams is left once ``seen`` is set."""
     try:
         with http.stream("POST", "/v1/chat/completions", json=body, timeout=httpx.Timeout(after, connect=5)) as answer:
             if body["stream"]:
                 next(answer.iter_raw())
+                if seen is not None:
+                    seen.wait(10)
     except httpx.TimeoutException:
         pass
 
