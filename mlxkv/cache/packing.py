@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from .member import Arrays
 from .tensors import TensorSpec
@@ -60,10 +59,3 @@ class Packing:
         stored bytes give the same bits whatever is restored with them."""
         packed, scales, biases = (arrays[f"{name}.{part}"] for part in PARTS)
         return mx.dequantize(packed, scales, biases, group_size=self.group, bits=self.bits)
-
-
-def finite(array: np.ndarray, dtype: str) -> bool:
-    """Whether a host array of a floating dtype (bfloat16 as uint16) holds neither NaN nor infinity."""
-    if dtype == "BF16":
-        return not bool(((array & 0x7F80) == 0x7F80).any())
-    return bool(np.isfinite(array).all())

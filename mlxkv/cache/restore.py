@@ -14,12 +14,12 @@ from .index import Entry
 from .keys import KeySpace, unpack
 from .layout import Layout, MemberSpec, tensor_name
 from .member import PositionError
-from .packing import PARTS, finite
+from .packing import PARTS
 from .planner import Piece, Plan
 from .ram import Draft, Ram, RamReader
 from .record import Body, Meta, OtherRows, Reader, RecordError
 from .state import SequenceState
-from .tensors import TensorSpec
+from .tensors import TensorSpec, finite
 
 
 class RestoreFailed(Exception):
@@ -210,7 +210,7 @@ def _shared(a: list[Piece], b: list[Piece]) -> int:
 
 def _require_finite(arrays: Mapping[str, np.ndarray], factors: list[TensorSpec]) -> None:
     """Raises RecordError if a scale or bias of quantised rows is no number."""
-    if not all(finite(arrays[t.name], t.dtype) for t in factors):
+    if not all(finite(t.dtype, arrays[t.name]) for t in factors):
         raise RecordError("a scale or bias is not finite")
 
 

@@ -48,3 +48,10 @@ class TensorSpec:
 
     def nbytes(self, rows: int) -> int:
         return math.prod(self.sized(rows)) * HOST_DTYPE[self.dtype].itemsize
+
+
+def finite(dtype: str, array: np.ndarray) -> bool:
+    """Whether no value is NaN or infinity. ``array`` holds bfloat16 as uint16."""
+    if dtype == "BF16":
+        return not bool(np.any((array & 0x7F80) == 0x7F80))
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())

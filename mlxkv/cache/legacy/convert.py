@@ -17,6 +17,7 @@ from ..keys import Identity, KeySpace
 from ..layout import Layout
 from ..ram import Draft
 from ..record import Body, Meta
+from ..tensors import finite
 from .prefix import HostArrays, Prefix, Stand, Strip, load
 from .reasons import Refused
 
@@ -164,13 +165,6 @@ class Target:
                 if not finite(*out[part]):
                     raise Refused("NOT_FINITE", f"{name}, once it is quantised")
         return out
-
-
-def finite(dtype: str, array: np.ndarray) -> bool:
-    """Whether no value is NaN or infinity. ``array`` holds bfloat16 as uint16."""
-    if dtype == "BF16":
-        return not bool(np.any((array & 0x7F80) == 0x7F80))
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def _windows(stands: tuple[Stand, ...], a: int, b: int) -> HostArrays | None:

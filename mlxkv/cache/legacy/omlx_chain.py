@@ -16,8 +16,7 @@ import xxhash
 
 from ..layout import Layout
 from ..policy import Policy, State, thin
-from ..tensors import HOST_DTYPE
-from .convert import finite
+from ..tensors import HOST_DTYPE, finite
 from .omlx_layers import Fitted, Path_, Ring, Rows, Source
 from .prefix import HostArrays, Prefix, Stand, Strip
 from .reasons import Refused

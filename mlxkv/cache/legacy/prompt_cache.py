@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..keys import pack
-from .convert import finite
+from ..tensors import finite
 from .header import HostileFile, Signature
 from .journal import NoRoom
 from .prefix import Prefix
