@@ -13,11 +13,9 @@ from ..store import PrefixStore
 
 @dataclass
 class Taken:
-    """``keys`` of entries that were handed over or were there already, in order; ``nbytes`` of what was new.
+    """``records`` (key -> kinds) were handed over or were there already, in order; ``nbytes`` of what was new.
     ``complete``: nothing was refused by the writer on the way."""
 
-    keys: list[bytes] = field(default_factory=list)
-    #: key -> kinds of records that were handed over or were there already
     records: dict[bytes, frozenset[str]] = field(default_factory=dict)
     nbytes: int = 0
     complete: bool = True
@@ -31,7 +29,6 @@ def take(store: PrefixStore, groups: Iterable[list[Draft]], salt: str = "", *, w
     planner = Planner(store.view, store.space(salt), store.layout)
     for group in groups:
         todo = [d for d in group if not there(store, planner, d.meta.key, d.bodies)]
-        taken.keys += [d.meta.key for d in group]
         taken.records.update((d.meta.key, frozenset(d.bodies)) for d in group)
         if not todo:
             continue
@@ -45,12 +42,6 @@ def take(store: PrefixStore, groups: Iterable[list[Draft]], salt: str = "", *, w
         if wait:
             store.writer.flush()
     return taken
-
-
-def durable(store: PrefixStore, keys: Iterable[bytes], salt: str = "") -> bool:
-    """Whether all these entries are on disk with all their rows."""
-    planner = Planner(store.index, store.space(salt), store.layout)
-    return all(planner.complete(key) for key in keys)
 
 
 def missing(store: PrefixStore, records: Mapping[bytes, frozenset[str]], salt: str = "") -> dict[bytes, frozenset[str]]:
