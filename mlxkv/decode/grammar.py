@@ -1,36 +1,34 @@
 """Grammars: what an answer must match, compiled by llguidance for one tokenizer.
 
-Hostile grammars: llguidance's parser limits bound the work of compiling and of one mask, but not its recursion over
-chains of rules (a few thousand end the process) nor the states of a long regular expression (quadratic in its length).
-So the text is bounded here first.
+llguidance's parser limits bound the work of a mask; what compiling may cost is bounded in ``grammar_text``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ..errors import DeadEnd, RequestError
+from ..errors import DeadEnd, EngineError, RequestError
 from .constraint import Constraint, pack
+from .grammar_text import written
 from .request import Grammar
 from .text import plain
 
 log = logging.getLogger("mlxkv.grammar")
 
-#: bytes of a JSON schema; of any text inside it (a pattern); of a regular expression or Lark grammar
-MAX_SCHEMA, MAX_INNER, MAX_TEXT = 64 << 10, 8 << 10, 16 << 10
-#: references in a schema, definitions in a Lark grammar
-MAX_LINKS = 500
 #: compiled grammars that are remembered
 KEPT = 16
-#: between the tokens of JSON; without an end to it, a model may write spaces for ever
-SPACE = r"[ \t\r\n]{1,40}"
+#: bytes of stack for a compiler that calls itself once for each rule of a chain, some 8 KB each: the longest text that
+#: is taken has less than 7,000
+STACK = 256 << 20
+_one_at_a_time = threading.Lock()
 
 
 class Grammars:
@@ -72,8 +70,9 @@ class Vocabulary:
         said["padding"] = said["truncation"] = None
         ids = np.fromiter(backend.get_vocab(with_added_tokens=True).values(), np.int64)
         width = max(vocab_size, int(ids.max()) + 1)
+        known = [t for t in eos if t in set(ids.tolist())]  # an end token may be one of the padding
         try:
-            self.tokenizer = LLTokenizer(json.dumps(said), n_vocab=width, eos_token=eos or None)
+            self.tokenizer = LLTokenizer(json.dumps(said), n_vocab=width, eos_token=known or None)
         except Exception as e:  # whatever it raises for kinds of tokenizers that it does not know
             raise RequestError(f"grammar cannot be used with this model's tokenizer: {e}.", param="grammar") from e
         self.words = -(-vocab_size // 32)
@@ -86,15 +85,26 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> GrammarConstraint:
     from llguidance import LLMatcher, LLParserLimits
 
     started = time.monotonic()
-    try:
-        matcher = LLMatcher(
-            vocabulary.tokenizer,
-            _written(grammar),
-            log_level=0,
-            limits=LLParserLimits(verbose_errors=False, max_lexer_states=50_000),
-        )
-    except ValueError as e:
-        raise RequestError(f"grammar ({grammar.kind}) cannot be read: {e}.", param="grammar") from e
+    text = written(grammar)
+    limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+    made: list[Any] = []
+
+    def work() -> None:
+        made.append(LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits))
+
+    thread = threading.Thread(target=work, name="mlxkv-grammar", daemon=True)
+    with _one_at_a_time:
+        usual = threading.stack_size(STACK)
+        try:
+            thread.start()
+        except RuntimeError as e:
+            raise EngineError(f"A grammar cannot be compiled: {e}.") from e
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if not made:
+        raise RequestError(f"grammar ({grammar.kind}) cannot be compiled.", param="grammar")
+    matcher = made[0]
     if matcher.is_error():
         raise RequestError(f"grammar ({grammar.kind}) does not compile: {matcher.get_error()}", param="grammar")
     start = GrammarConstraint(matcher, vocabulary)
@@ -104,53 +114,6 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> GrammarConstraint:
         raise RequestError(f"grammar ({grammar.kind}) matches nothing: {e.message}", param="grammar") from e
     log.debug("compiled a grammar in %.3f s", time.monotonic() - started)
     return start
-
-
-def _written(grammar: Grammar) -> str:
-    """The grammar in llguidance's own form. Raises RequestError for one that is too large, ValueError for no JSON."""
-    from llguidance import LLMatcher
-
-    text = grammar.text
-    size = len(text.encode("utf-8", "surrogatepass"))
-    _bound(grammar, "bytes", size, MAX_SCHEMA if grammar.kind == "json_schema" else MAX_TEXT)
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    if grammar.kind == "lark":
-        _bound(grammar, "definitions (colons)", text.count(":"), MAX_LINKS)
-        return LLMatcher.grammar_from_lark(text)
-    if grammar.kind == "json_schema":
-        schema = json.loads(text)
-        strings = list(_strings(schema))
-        _bound(
-            grammar,
-            "bytes in one text",
-            max((len(s.encode("utf-8", "surrogatepass")) for s in strings), default=0),
-            MAX_INNER,
-        )
-        _bound(grammar, "references", sum("$ref" in s or "$dynamicRef" in s for s in strings), MAX_LINKS)
-    else:
-        text = '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
-
-
-def _bound(grammar: Grammar, what: str, found: int, most: int) -> None:
-    if found > most:
-        raise RequestError(
-            f"grammar ({grammar.kind}) is too large: {found:,} {what}, at most {most:,} are taken.", param="grammar"
-        )
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, names too."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            waiting += [*value, *value.values()]
-        elif isinstance(value, list):
-            waiting += value
 
 
 class GrammarConstraint:
