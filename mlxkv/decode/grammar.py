@@ -32,26 +32,34 @@ _one_at_a_time = threading.Lock()
 
 
 class Grammars:
-    """Grammars of one model. The tokenizer is prepared at the first use (about a second for 150,000 tokens). Belongs to
-    the engine's thread."""
+    """Grammars of one model. The tokenizer is prepared at the first use, which takes a second or two for a large one;
+    ``prepare`` does it before. Any thread may use this (no array of MLX is made); a constraint has one user."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Iterable[int]) -> None:
         """``vocab_size``: how many logits the model gives, which may be more than the tokenizer has tokens."""
         self._source, self._vocab_size = tokenizer, vocab_size
         self._eos = sorted(t for t in eos if 0 <= t < vocab_size)
         self._vocabulary: Vocabulary | None = None
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, GrammarConstraint] = OrderedDict()
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """A new constraint at the start of ``grammar``. Raises RequestError for a grammar, or a tokenizer, that cannot
         be compiled, with llguidance's reason."""
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(self._source, self._vocab_size, self._eos)
-        start = self._compiled.pop(grammar, None) or _compile(grammar, self._vocabulary)
-        self._compiled[grammar] = start
-        while len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
-        return start.fork()
+        vocabulary = self.prepare()
+        with self._lock:
+            start = self._compiled.pop(grammar, None) or _compile(grammar, vocabulary)
+            self._compiled[grammar] = start
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return start.fork()
+
+    def prepare(self) -> Vocabulary:
+        """Raises RequestError for a tokenizer that llguidance does not read."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._source, self._vocab_size, self._eos)
+            return self._vocabulary
 
 
 class Vocabulary:
@@ -70,7 +78,7 @@ class Vocabulary:
         said["padding"] = said["truncation"] = None
         ids = np.fromiter(backend.get_vocab(with_added_tokens=True).values(), np.int64)
         width = max(vocab_size, int(ids.max()) + 1)
-        known = [t for t in eos if t in set(ids.tolist())]  # an end token may be one of the padding
+        known = [t for t in eos if t in ids]  # an end token may be one of the padding
         try:
             self.tokenizer = LLTokenizer(json.dumps(said), n_vocab=width, eos_token=known or None)
         except Exception as e:  # whatever it raises for kinds of tokenizers that it does not know
@@ -106,7 +114,7 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> GrammarConstraint:
         raise RequestError(f"grammar ({grammar.kind}) cannot be compiled.", param="grammar")
     matcher = made[0]
     if matcher.is_error():
-        raise RequestError(f"grammar ({grammar.kind}) does not compile: {matcher.get_error()}", param="grammar")
+        raise RequestError(f"grammar ({grammar.kind}) does not compile: {_brief(matcher)}", param="grammar")
     start = GrammarConstraint(matcher, vocabulary)
     try:
         start.mask()
@@ -114,6 +122,12 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> GrammarConstraint:
         raise RequestError(f"grammar ({grammar.kind}) matches nothing: {e.message}", param="grammar") from e
     log.debug("compiled a grammar in %.3f s", time.monotonic() - started)
     return start
+
+
+def _brief(matcher: Any) -> str:
+    """llguidance's reason; it may quote the whole grammar."""
+    said = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return said if len(said) <= 500 else said[:500] + " …"
 
 
 class GrammarConstraint:
@@ -144,7 +158,7 @@ class GrammarConstraint:
                 return self._mask
             words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._vocabulary.words]
             if self._matcher.is_error():
-                raise DeadEnd(f"The grammar cannot go on: {self._matcher.get_error()}")
+                raise DeadEnd(f"The grammar cannot go on: {_brief(self._matcher)}")
             mask = words & self._vocabulary.text
             self._mask = mask | self._vocabulary.eos if self._matcher.is_accepting() else mask
         return self._mask
@@ -160,7 +174,7 @@ class GrammarConstraint:
         if not (0 <= token < 32 * len(allowed) and _has(allowed, token)):
             raise DeadEnd(f"Token {token} does not follow what the grammar has so far.")
         if not _has(self._vocabulary.eos, token) and not self._matcher.consume_token(token):
-            raise DeadEnd(f"The grammar cannot go on: {self._matcher.get_error()}")
+            raise DeadEnd(f"The grammar cannot go on: {_brief(self._matcher)}")
         self._tokens.append(token)
         self._mask = None
 
@@ -178,7 +192,7 @@ class GrammarConstraint:
         del self._tokens[len(self._tokens) - n :]
         self._mask = None
         if text and not self._matcher.rollback(text):
-            raise DeadEnd(f"The grammar cannot go back: {self._matcher.get_error()}")
+            raise DeadEnd(f"The grammar cannot go back: {_brief(self._matcher)}")
 
 
 def _has(mask: np.ndarray, token: int) -> bool:

@@ -143,12 +143,15 @@ def test_special_tokens_never_stand_for_text():
         ({"json_schema": {"properties": {f"p{i}": {"pattern": "a?" * 50} for i in range(30)}}}, "operators"),
         ({"regex": r"\w?" * 1100}, "too large"),
         ({"regex": "a" * 20_000}, "too large"),
+        ({"regex": "a\ud800"}, "surrogate"),
+        ({"lark": 'start: "a\ud800"'}, "surrogate"),
     ],
 )
 def test_a_grammar_that_does_not_compile_says_why(grammar, match):
     with pytest.raises(RequestError, match=match) as caught:
         GRAMMARS.constraint(Grammar.of(grammar))
     assert caught.value.param == "grammar" and "grammar" in caught.value.message
+    assert len(caught.value.message) < 700
 
 
 @pytest.mark.parametrize("kind", ["rules", "schema"])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxkv
+from mlxkv.decode import sampling
 from mlxkv.decode.counts import Counts
 from mlxkv.decode.request import SamplingParams
 from mlxkv.decode.sampling import Sampler, sample
@@ -122,6 +123,23 @@ def test_a_step_may_be_sampled_again_and_a_free_row_has_no_sampler():
     logits = mx.array(rows(2))
     first, again = (sample([None, sampler], logits).tokens.tolist() for _ in range(2))
     assert first == again and first[0] == logits[0].argmax().item()
+
+
+@pytest.mark.parametrize("few", [0, 1024])
+def test_many_tokens_are_penalised_as_few_are(few, monkeypatch):
+    monkeypatch.setattr(sampling, "FEW", few)
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5, repetition_context=50)
+    prompt, said = tiny.ids(30, 1), tiny.ids(60, 2)
+    sampler = Sampler(params, prompt, tiny.VOCAB)
+    for token in said:
+        sampler.advance(token)
+    logits = np.random.default_rng(3).normal(size=tiny.VOCAB).astype(np.float32)
+    row = logits.copy()
+    for token in set(said[-50:]):
+        row[token] = row[token] * np.float32(1.5) if row[token] < 0 else row[token] / np.float32(1.5)
+    for token in set(said):
+        row[token] -= np.float32(0.25 * said.count(token) + 0.5)
+    np.testing.assert_array_equal(np.array(sampler._processed(mx.array(logits)[None]))[0], row)
 
 
 @settings(max_examples=50, deadline=None)
