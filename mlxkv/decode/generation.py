@@ -31,11 +31,12 @@ from .request import (
     Request,
     Started,
     Timings,
+    TokenLogprob,
     Usage,
 )
 from .reservation import OPEN_END, reserve
 from .runtime import Runtime
-from .sampling import Sampler
+from .sampling import Sampler, sample
 from .text import Detokenizer, StopStrings
 
 
@@ -59,6 +60,7 @@ class Generation:
         self.received = received
         self.tokens: list[int] = []
         self.sampled: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = [] if request.sampling.logprobs else None
         self.recorder: Recorder | None = None
         self.text = ""
         self._capacity = self._rows = 0  # rows by which buffers grow, and that they have
@@ -85,7 +87,9 @@ class Generation:
         store = rt.store if self.request.use_cache else None
         prompt = self._prompt(store)
         limit = self._limit(prompt)
-        sampler = Sampler(self.request.sampling, prompt.tokens, rt.vocab_size)
+        grammar = self.request.grammar
+        constraint = rt.grammars.constraint(grammar) if grammar is not None else None
+        sampler = Sampler(self.request.sampling, prompt.tokens, rt.vocab_size, constraint)
         state, lookup, plan = self._resume(prompt, store, limit)
         self.tokens = list(prompt.tokens)
         if store is not None:
@@ -228,14 +232,14 @@ class Generation:
     def _decode(self, state: SequenceState, sampler: Sampler, logits: mx.array, limit: int) -> FinishReason:
         """Sample until a stop. The state ends at committed − 1: the last token is not processed."""
         detokenizer, stops = Detokenizer(self.rt.tokenizer), StopStrings(self.request.sampling.stop)
-        token = sampler(logits)
-        mx.async_eval(token, *state.live(), *sampler.live())
+        step = sample([sampler], logits)
+        mx.async_eval(*step.live(), *state.live())
         flushed = state.position
         early = self.rt.async_kv_limit
         while True:
             reach = self.recorder.reach if self.recorder is not None else 0
             if reach and state.position - flushed >= reach - 1:
-                mx.eval(token, state.live())  # no newer step is built: rows may be copied out
+                mx.eval(step.live(), state.live())  # no newer step is built: rows may be copied out
                 assert self.recorder is not None
                 self.recorder.flush()
                 self.recorder.commit()
@@ -244,21 +248,23 @@ class Generation:
             held = None if last_possible else state.hold()
             following = None
             if held is not None:
-                following = sampler(self._forward(state, token)[:, -1, :])
+                following = self._forward(state, step.tokens)[:, -1, :]
                 if early and sum(a.nbytes for a in state.live()) <= early:
-                    mx.async_eval(following, *state.live(), *sampler.live())
-            value: int = token.tolist()[0]  # type: ignore[index]
+                    mx.async_eval(following, *state.live())
+            [(value, logprob)] = step.read()
             self.sampled.append(value)
             if len(self.sampled) == 1:
                 self._first_at = time.monotonic()
                 self._ttft_s = self._first_at - self.received
             ended = value in self.rt.eos
+            if not ended and not last_possible:
+                sampler.advance(value)
             reason: FinishReason | None = None
             piece = ""
             if not ended:
                 piece = stops.feed(detokenizer.feed(value))
             self._cut = stops.hit
-            if ended or stops.hit:
+            if ended or stops.hit or sampler.done:
                 reason = "stop"
             elif last_possible:
                 reason = "length"
@@ -271,18 +277,20 @@ class Generation:
                     piece += stops.feed(detokenizer.finish())
                     piece += stops.finish()
                     self._cut = stops.hit
-                self._say(piece, value)
+                self._say(piece, value, logprob)
                 return reason
             held = None
             assert following is not None
-            token = following
-            mx.async_eval(token, *state.live(), *sampler.live())
+            step = sample([sampler], following)
+            mx.async_eval(*step.live(), *state.live())
             self.tokens.append(value)
-            self._say(piece, value)
+            self._say(piece, value, logprob)
 
-    def _say(self, piece: str, token: int) -> None:
+    def _say(self, piece: str, token: int, logprob: TokenLogprob | None) -> None:
         self.text += piece
-        self.emit(Delta(piece, [token]))
+        if logprob is not None and self.logprobs is not None:
+            self.logprobs.append(logprob)
+        self.emit(Delta(piece, [token], () if logprob is None else (logprob,)))
 
     def _keep(self, state: SequenceState, prompt: Prompt, reason: FinishReason) -> None:
         """Record the end of the answer and hand everything over. Raises what the barrier raises."""
@@ -317,4 +325,5 @@ class Generation:
                 ttft_s=self._ttft_s,
                 decode_tps=(len(self.sampled) - 1) / decode_s if decode_s > 0 and len(self.sampled) > 1 else 0.0,
             ),
+            logprobs=self.logprobs,
         )
