@@ -16,7 +16,17 @@ import mlxkv
 from mlxkv import Engine
 from mlxkv.decode import engine as engine_module
 from mlxkv.decode import runtime as runtime_module
-from mlxkv.decode.request import Completion, Delta, Event, Finished, Progress, Request, SamplingParams, Started
+from mlxkv.decode.request import (
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    Progress,
+    Request,
+    SamplingParams,
+    Started,
+    TokenLogprob,
+)
 from mlxkv.decode.runtime import Runtime
 from mlxkv.decode.ticket import Ticket
 from mlxkv.errors import EngineError
@@ -54,6 +64,10 @@ class Outcome:
     @property
     def tokens(self) -> list[int]:
         return [t for e in self.events if isinstance(e, Delta) for t in e.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [each for e in self.events if isinstance(e, Delta) for each in e.logprobs]
 
     @property
     def done(self) -> int:
@@ -181,9 +195,10 @@ def wrong_with(planned: Planned, got: Outcome, alone: Completion, bound: float =
         # what is given up says what it held back, which may begin a stop string or be a part of a character
         "another text": alone.text.startswith(done.text[:-SLACK]) if given_up else done.text == alone.text,
         f"ended by {done.finish_reason}": given_up or done.finish_reason == alone.finish_reason,
-        "other log-probabilities": close(logprobs_of(done), logprobs_of(alone)[: n if given_up else None], bound),
+        "other log-probabilities": close(done.logprobs, given(alone.logprobs, n if given_up else None), bound),
         "deltas are not the tokens": got.tokens == done.token_ids,
         "deltas are not the text": "".join(e.text for e in got.events if isinstance(e, Delta)) == done.text,
+        "deltas are not the log-probabilities": got.logprobs == (done.logprobs or []),
         "progress goes back": progress == sorted(progress),
         # a step was under way, and says what it held back
         f"goes on after it was given up: {late}": len(late) <= 2,
@@ -195,22 +210,21 @@ def wrong_with(planned: Planned, got: Outcome, alone: Completion, bound: float =
     ]
 
 
-def logprobs_of(completion: Completion) -> list[Any]:
-    """Of each token: its log-probability and those of the likeliest."""
-    return list(getattr(completion, "logprobs", None) or [])
+def given(logprobs: list[TokenLogprob] | None, n: int | None) -> list[TokenLogprob] | None:
+    """Those of the first ``n`` tokens."""
+    return None if logprobs is None else logprobs[:n]
 
 
-def close(a: Any, b: Any, bound: float) -> bool:
-    """The same plain values; floating numbers may differ by ``bound``, relative to the larger of 1 and their size."""
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or abs(a - b) <= bound * max(1.0, abs(a), abs(b))
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(close(x, y, bound) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "__dataclass_fields__") and type(a) is type(b):
-        return all(close(getattr(a, n), getattr(b, n), bound) for n in a.__dataclass_fields__)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(close(a[k], b[k], bound) for k in a)
-    return a == b
+def close(a: list[TokenLogprob] | None, b: list[TokenLogprob] | None, bound: float) -> bool:
+    """The same tokens; log-probabilities may differ by ``bound``, relative to 1 or to what they are."""
+    if a is None or b is None or not bound:
+        return a == b
+    flat = [[(t.id, t.logprob), *t.top] for t in a], [[(t.id, t.logprob), *t.top] for t in b]
+    return len(a) == len(b) and all(
+        len(x) == len(y)
+        and all(i == j and abs(p - q) <= bound * max(1.0, abs(p), abs(q)) for (i, p), (j, q) in zip(x, y, strict=True))
+        for x, y in zip(*flat, strict=True)
+    )
 
 
 class Alone:
@@ -221,7 +235,7 @@ class Alone:
         self.known: dict[str, Completion] = {}
 
     def __call__(self, request: Request) -> Completion:
-        key = repr((request.tokens, request.messages, request.sampling))
+        key = repr((request.tokens, request.messages, request.sampling, request.grammar))
         if key not in self.known:
             self.known[key] = self.engine.submit(request).result()
         return self.known[key]

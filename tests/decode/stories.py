@@ -30,13 +30,16 @@ class Stories:
         tokens = self.prompt()
         plain = {"max_tokens": rng.choice((1, 2, 7, 12, 20, 30))}
         sampling = plain | WAYS[way](rng)
+        grammar = sampling.pop("grammar", None)
+        if rng.random() < 0.5:
+            sampling |= {"logprobs": True, "top_logprobs": rng.choice((0, 3))}
         if way == "stopped":
             sampling["max_tokens"] = max(12, sampling["max_tokens"])
             text = self.alone(Request(tokens=tokens, sampling=SamplingParams(**sampling))).text
             if len(text) > 6:
                 at = rng.randrange(2, len(text) - 2)
                 sampling["stop"] = (text[at : at + rng.randint(1, 3)], "never said")
-        request = Request(tokens=tokens, sampling=SamplingParams(**sampling))
+        request = Request(tokens=tokens, sampling=SamplingParams(**sampling), grammar=grammar)
         answer = self.alone(request).token_ids
         self.pool.append([*tokens, *answer] if rng.random() < 0.5 else tokens)
         return request
@@ -54,13 +57,21 @@ class Stories:
         return [*base, *tail][: self.longest]
 
 
+#: small enough to be met or left unmet within an answer
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"regex": "[a-z]{2,9}( [a-z]{2,9})*"},
+    {"json_object": True},
+    {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+)
+
+
 def _biased(rng: random.Random) -> dict[str, Any]:
     """Some tokens more, some less likely; the end of text too, so that answers end by themselves."""
     bias = {rng.randrange(_IDS): rng.uniform(-5, 5) for _ in range(8)}
     return {"logit_bias": bias | {tiny.EOS: rng.uniform(2, 8)}}
 
 
-#: name -> fields of SamplingParams
+#: name -> fields of SamplingParams, and a grammar
 WAYS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "greedy": lambda rng: {},
     "drawn": lambda rng: {
@@ -78,6 +89,11 @@ WAYS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "repetition_context": rng.choice((4, 20)),
     },
     "biased": _biased,
+    "by a grammar": lambda rng: {
+        "grammar": rng.choice(GRAMMARS),
+        "temperature": rng.choice((0.0, 1.0)),
+        "seed": rng.randrange(1 << 62),
+    },
     "all of it": lambda rng: {
         "temperature": rng.uniform(0.7, 1.3),
         "seed": rng.randrange(1 << 62),

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mlxkv.decode.request import Request, SamplingParams
+from mlxkv.decode.request import Request
 from mlxkv.errors import EngineError, PromptTooLong, RequestError
 from tests import tiny
 from tests.decode.faulty import MARK, Trap, not_a_number, raising
@@ -104,7 +104,7 @@ def test_bad_requests_touch_nobody(model, alone, tmp_path):
         (ask([5, 99_999]), RequestError),
         (ask([5, 6], logit_bias={99_999: 1.0}), RequestError),
         (Request(prompt="a\ud800b"), RequestError),
-        (grammatical("this is ( no grammar"), RequestError),
+        (Request(tokens=[5, 6], grammar={"regex": "no ( end"}), RequestError),
     ]
     plan += [Planned(request, (n % 4, 3 + n)) for n, (request, _) in enumerate(bad)]
     with load(model, tmp_path) as engine:
@@ -113,10 +113,6 @@ def test_bad_requests_touch_nobody(model, alone, tmp_path):
             assert isinstance(outcome.error, error) and not outcome.tokens
         right(alone, plan[:4], outcomes[:4], but=())
         assert engine.health().ok and not settled(engine)
-
-
-def grammatical(grammar):
-    return Request(tokens=[5, 6], sampling=SamplingParams(max_tokens=8), grammar=grammar)
 
 
 def test_a_step_that_hangs_shows_until_it_goes_on(model, alone, tmp_path):
@@ -133,12 +129,11 @@ def test_a_step_that_hangs_shows_until_it_goes_on(model, alone, tmp_path):
         for number, planned in enumerate(plan):
             crowd.submit(number, planned.request)
         try:
-            hung = wait_for(lambda: not engine.health().ok)
-            said = engine.health().reason
+            assert wait_for(lambda: trap.rows and not engine.health().ok)
+            assert engine.health().reason
         finally:
             free.set()
-        assert hung and said and trap.rows
-        assert wait_for(lambda: engine.health().ok) and engine.health().reason is None
+        assert wait_for(lambda: (now := engine.health()).ok and now.reason is None)
         right(alone, plan, list(crowd.finish().values()), but=())
         assert not settled(engine)
 

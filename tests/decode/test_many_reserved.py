@@ -8,7 +8,7 @@ import pytest
 
 from mlxkv.decode.request import Request
 from tests import tiny
-from tests.decode.many import Alone, drive, load, schedule, settled, wrong_with
+from tests.decode.many import Alone, Planned, ask, drive, load, schedule, settled, wrong_with
 from tests.decode.stories import Stories
 
 
@@ -75,8 +75,7 @@ def test_reserved_is_allocated(tiny_model, tmp_path, arch):
 def test_rows_stand_in_one_batch(tiny_model, arch):
     """None of these architectures has its rows take turns."""
     with load(tiny_model(arch), None) as engine:
-        seen = []
-        plan = schedule(random.Random(1), [request(n) for n in range(4)])
-        plan = [p.__class__(p.request) for p in plan]
+        seen: list[list[int]] = []
+        plan = [Planned(ask(tiny.ids(20 + n, seed=n), 40)) for n in range(4)]
         drive(engine, plan, lambda: engine.inspect(lambda loop: seen.append(allocated(loop).batches)))
         assert max(sum(batches) for batches in seen) == 4
