@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+
 from mlxkv.decode.request import Completion, Delta, Request
+from tests import tiny
 from tests.architectures import MORE_INEXACT
 from tests.cache.test_equality import INEXACT as SUITE_INEXACT
 from tests.decode.kept import compare, kept
@@ -19,6 +22,23 @@ from tests.decode.stories import Stories
 INEXACT = SUITE_INEXACT | MORE_INEXACT
 #: where sums depend on how a prompt was cut, states may differ by as much more than logits do
 DEEPER = 2.0
+#: state kinds that no tiny architecture has: a llama's two layers with other cache objects
+KINDS: dict[str, Callable[[], list[Any]]] = {
+    "keeps its first rows": lambda: [RotatingKVCache(12, keep=3) for _ in range(2)],
+    "keeps its first rows, beside all rows": lambda: [RotatingKVCache(12, keep=3), KVCache()],
+    "quantised": lambda: [QuantizedKVCache(group_size=32, bits=8) for _ in range(2)],
+    "quantised beside plain rows": lambda: [KVCache(), QuantizedKVCache(group_size=32, bits=4)],
+    "concatenated": lambda: [ConcatenateKVCache() for _ in range(2)],
+}
+
+
+def of_kind(kind: str, folder: Path) -> tuple[Path, float, Callable[[], list[Any]]]:
+    """A model for caches of this kind, its bound, and what makes them. Windows are as inexact as gemma3_text's."""
+    layers = (
+        {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]} if "beside all" in kind else {}
+    )
+    bound = bound_of("gemma3_text") if "first rows" in kind else 0.0
+    return tiny.make("llama", folder, **layers), bound, KINDS[kind]
 
 
 @dataclass

@@ -13,6 +13,10 @@ from tests import tiny
 _IDS = tiny.VOCAB - len(tiny.SPECIAL)
 
 
+#: some prompts are longer by so many tokens: more than the rows by which buffers grow
+FAR = 260
+
+
 class Stories:
     """``alone`` answers a request, so that stop strings are texts that come, and answers can be gone on with."""
 
@@ -45,7 +49,7 @@ class Stories:
         return request
 
     def prompt(self) -> list[int]:
-        """New, seen before, cut and continued, or gone on with; messages end here and there."""
+        """New, seen before, cut and continued, or gone on with; messages end here and there; a few are long."""
         rng = self.rng
         base = rng.choice(self.pool) if self.pool and rng.random() < 0.6 else []
         if base and rng.random() < 0.5:
@@ -54,7 +58,8 @@ class Stories:
         for i in range(len(tail)):
             if rng.random() < 0.06:
                 tail[i] = tiny.EOS
-        return [*base, *tail][: self.longest]
+        tokens = [*base, *tail][: self.longest]
+        return tokens if rng.random() < 0.92 else [*tokens, *tiny.ids(FAR, seed=rng.randrange(1 << 30))]
 
 
 #: small enough to be met or left unmet within an answer
