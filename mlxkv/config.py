@@ -159,6 +159,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "host": (_text, "a host name or address"),
     "port": (_whole(0, 65535), "a port from 0 (any free one) to 65535"),
     "async_kv_limit": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
+    "memory_limit": (parse_size, "a size such as 16GB or 12GiB"),
     "wired": (parse_size, "a size such as 512MB or 2GiB"),
     "allow_unprotected": (_flag, "true or false"),
     "numerics": (_choice({"fast": "fast", "exact": "exact"}), "fast or exact"),
@@ -195,6 +196,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8642
     async_kv_limit: int = 0
+    memory_limit: int | None = None
     wired: int | None = None
     allow_unprotected: bool = False
     numerics: str = "fast"
@@ -271,6 +273,7 @@ class Settings:
             "prefill_chunk": self.prefill_chunk,
             "split": self.split,
             "async_kv_limit": self.async_kv_limit,
+            "memory_limit": self.memory_limit,
             "wired": self.wired,
             "allow_unprotected": self.allow_unprotected,
             "ram_budget": self.ram_budget,

@@ -92,6 +92,12 @@ class Ram:
         """Bytes held, pinned ones too."""
         return self._bytes
 
+    @property
+    def pinned(self) -> int:
+        """Bytes held that cannot leave yet, whatever the budget."""
+        with self._lock:
+            return sum(size for (key, _), size in self._recent.items() if self._held[key].pins)
+
     def resize(self, budget: int) -> None:
         """Another budget, from now on; what is over it leaves."""
         with self._lock:

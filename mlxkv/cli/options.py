@@ -91,6 +91,12 @@ ENGINE = CACHE_DIR | _group(
             "Submit steps early while live KV is below this size (Mac; off by default).",
             {"metavar": "SIZE"},
         ),
+        "memory_limit": (
+            str | None,
+            ("--memory-limit",),
+            "What weights, live caches and records in RAM may take (default: what the system recommends).",
+            {"metavar": "SIZE"},
+        ),
         "wired": (
             str | None,
             ("--wired",),
