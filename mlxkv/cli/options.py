@@ -110,6 +110,30 @@ ENGINE = CACHE_DIR | _group(
         ),
     },
 )
+MANY = _group(
+    "Many at once",
+    {
+        "max_gap_ms": (
+            str | None,
+            ("--max-gap-ms",),
+            "Milliseconds between two tokens of an answer at most while other prompts are read "
+            "(default: 250 on a GPU, 500 on a CPU).",
+            {"metavar": "MS"},
+        ),
+        "max_rows": (
+            str | None,
+            ("--max-rows",),
+            "Answers that decode at the same time (default 16).",
+            {"metavar": "N"},
+        ),
+        "compile": (
+            str | None,
+            ("--compile",),
+            "Whether decoding steps are compiled: auto (where it is faster), on or off.",
+            {"metavar": "WHEN"},
+        ),
+    },
+)
 SAMPLING = _group(
     "Sampling",
     {

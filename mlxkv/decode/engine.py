@@ -44,8 +44,11 @@ class Engine:
     free disk, at most 32 GB. store_bits: 4 or 8 has the store keep rows of keys and values quantised, which takes less
     room and is not exact (None: exact). block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill
     forward, None for what suits the device. split: whether a boundary of the store cuts a forward: always, never where
-    the model can do without, or auto (on a GPU only 512 tokens or more after the last cut). async_kv_limit: bytes of
-    live state up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM;
+    the model can do without, or auto (on a GPU only 512 tokens or more after the last cut). max_gap_ms: milliseconds
+    that two tokens of an answer should at most be apart while other prompts are read, whose chunks shrink for it;
+    None: 250 on a GPU, 500 on a CPU. max_rows: answers that decode at the same time. compile: whether decoding steps
+    are compiled: on, off, or auto (where that was measured faster). async_kv_limit: bytes of live state up to which a
+    step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM;
     None: 1/16 of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB.
     legacy_dirs: cache folders of oMLX's that are read, at most 20 s a request, where the store itself knows nothing
     further; only those that an import was given --assume-same-weights for.
@@ -70,6 +73,9 @@ class Engine:
         block_size: int = 256,
         prefill_chunk: int | None = None,
         split: str = "auto",
+        max_gap_ms: float | None = None,
+        max_rows: int = 16,
+        compile: str = "auto",
         async_kv_limit: int = 0,
         wired: int | None = None,
         allow_unprotected: bool = False,
@@ -90,6 +96,9 @@ class Engine:
             block_size=block_size,
             prefill_chunk=prefill_chunk,
             split=split,
+            max_gap_ms=max_gap_ms,
+            max_rows=max_rows,
+            compile=compile,
             async_kv_limit=async_kv_limit,
             wired=wired,
             allow_unprotected=allow_unprotected,
