@@ -28,8 +28,9 @@ from .prefill import Prefill
 from .reservation import OPEN_END, reserve
 from .runtime import Runtime
 from .scheduler import Admission, Rounds, Turns, max_gap, next_chunk
-from .seats import Allotment, Seats
+from .seats import Seats
 from .sequence import Sequence
+from .solo import Allotment
 from .status import Status
 from .ticket import Ticket
 
@@ -242,22 +243,17 @@ class Loop:
         if rt.memory is not None:
             rt.memory.release(sequence, "queue")
 
-        def fresh() -> SequenceState:
-            caches = rt.make_cache()
-            # members that did not pass the probe are not asked: the model runs, nothing is kept
-            state = SequenceState.new(caches) if rt.layout is not None else SequenceState(caches, None)
-            state.reserve(allotment.rows)
-            return state
-
         if store is None:
-            self._begun(sequence, fresh(), Lookup(0, "none", "off", 0), Plan())
+            self._begun(sequence, allotment.fresh(), Lookup(0, "none", "off", 0), Plan())
             return
         started = time.monotonic()
         plan = store.lookup(sequence.prompt.tokens, sequence.request.salt)
         looked = time.monotonic()
         sequence.lookup_s = looked - started
         sequence.restoring_since = looked
-        self.restoring[sequence] = store.begin(plan, sequence.prompt.tokens, fresh, rows, sequence.request.salt)
+        self.restoring[sequence] = store.begin(
+            plan, sequence.prompt.tokens, allotment.fresh, rows, sequence.request.salt
+        )
 
     def _restore(self) -> None:
         for sequence, restoring in list(self.restoring.items()):

@@ -285,7 +285,3 @@ class Memory:
         slots, capacity = after
         members = self.live.members if self.live is not None else ()
         return max((slots * t.nbytes(member_rows(m, capacity)) for m in members for t in m.tensors), default=0)
-
-    def make_room(self, rows: int) -> None:
-        """Let the caches of the one sequence that runs have room for ``rows`` rows; 0: there is none."""
-        self.charge("caches", "alone", self.sequence_bytes(rows))

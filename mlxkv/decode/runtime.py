@@ -165,6 +165,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         async_kv_limit=options.async_kv_limit,
         load_s=load_s,
         memory=memory,
+        live=live,
+        device=now.device,
         split=split,
         spans=shared,
         ladder=-(-LADDER // options.block_size) * options.block_size,

@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from ..cache.batch import Batch, NotYet, obstacle
 from ..cache.state import SequenceState
-from ..errors import EngineError
 from . import grouping
 from .batched import Batched
 from .group import Ended, Group, Row
@@ -20,60 +19,13 @@ from .pool import Pool
 from .reservation import OPEN_END, ladder, reserve
 from .runtime import Runtime
 from .sequence import Sequence
-from .solo import Solo
+from .solo import Allotment, MemoryFull, Solo, fits
 from .step import Steps
 
 log = logging.getLogger("mlxkv.engine")
 
 #: snapshots that can wait for the writer at the same time
 SNAPSHOTS = 4
-
-
-class MemoryFull(EngineError):
-    """A running answer needs more memory than is left; the message has both numbers."""
-
-    status = 503
-    type = "overloaded_error"
-    code = "memory_full"
-
-
-class Allotment:
-    """The rows that the solo caches of a sequence have, charged in its name; they grow in steps of ``rows``."""
-
-    def __init__(self, rt: Runtime, sequence: Sequence, rows: int) -> None:
-        self._rt, self._sequence, self._step = rt, sequence, rows
-        self.rows = 0
-        self.hold(rows)
-
-    def hold(self, rows: int, name: str = "caches") -> None:
-        memory = self._rt.memory
-        self.rows = rows
-        if memory is not None:
-            memory.charge(name, self._sequence, memory.sequence_bytes(rows, self._rt.chunk))
-
-    def need(self, rows: int) -> None:
-        """Its caches are about to have ``rows`` rows. Raises MemoryFull."""
-        memory = self._rt.memory
-        while rows > self.rows:
-            if memory is not None:
-                fits(memory, memory.sequence_bytes(self.rows + self._step) - memory.sequence_bytes(self.rows), rows)
-            self.hold(self.rows + self._step)
-
-    def give_back(self) -> None:
-        self.rows = 0
-        if self._rt.memory is not None:
-            self._rt.memory.release(self._sequence, "caches")
-
-
-def fits(memory, need: int, rows: int) -> None:
-    """Raises MemoryFull unless there is room for ``need`` bytes more."""
-    room = memory.room(need)
-    if not room.fits:
-        raise MemoryFull(
-            f"The answer has come to {rows:,} tokens and needs {room.need:,} bytes more; {room.free:,} of "
-            f"{room.limit:,} are free.",
-            "Send it again later, ask for fewer tokens (max_tokens), or raise --memory-limit.",
-        )
 
 
 class Seats:

@@ -1,4 +1,4 @@
-"""One sequence on its own caches, as the only row of a group."""
+"""One sequence on its own caches: what they may take of the memory, and how it decodes as the only row of a group."""
 
 from __future__ import annotations
 
@@ -9,6 +9,66 @@ import mlx.core as mx
 
 from ..cache.inside import Inside
 from ..cache.state import SequenceState
+from ..errors import EngineError
+from .memory import Memory
+from .runtime import Runtime
+from .sequence import Sequence
+
+
+class MemoryFull(EngineError):
+    """A running answer needs more memory than is left; the message has both numbers."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "memory_full"
+
+
+class Allotment:
+    """The rows that the solo caches of a sequence have, charged in its name; they grow in steps of ``rows``."""
+
+    def __init__(self, rt: Runtime, sequence: Sequence, rows: int) -> None:
+        self._rt, self._sequence, self._step = rt, sequence, rows
+        self.rows = 0
+        self.hold(rows)
+
+    def fresh(self) -> SequenceState:
+        """Caches with this room, at position 0."""
+        rt = self._rt
+        caches = rt.make_cache()
+        # members that did not pass the probe are not asked: the model runs, nothing is kept
+        state = SequenceState.new(caches) if rt.layout is not None else SequenceState(caches, None)
+        state.reserve(self.rows)
+        return state
+
+    def hold(self, rows: int) -> None:
+        memory = self._rt.memory
+        self.rows = rows
+        if memory is not None:
+            memory.charge("caches", self._sequence, memory.sequence_bytes(rows, self._rt.chunk))
+
+    def need(self, rows: int) -> None:
+        """Its caches are about to have ``rows`` rows. Raises MemoryFull."""
+        memory = self._rt.memory
+        while rows > self.rows:
+            if memory is not None:
+                fits(memory, memory.sequence_bytes(self.rows + self._step) - memory.sequence_bytes(self.rows), rows)
+            self.hold(self.rows + self._step)
+
+    def give_back(self) -> None:
+        self.rows = 0
+        if self._rt.memory is not None:
+            self._rt.memory.release(self._sequence, "caches")
+
+
+def fits(memory: Memory, need: int, rows: int) -> None:
+    """Raises MemoryFull unless there is room for ``need`` bytes more."""
+    room = memory.room(need)
+    if not room.fits:
+        raise MemoryFull(
+            f"The answer has come to {rows:,} tokens and needs {room.need:,} bytes more; {room.free:,} of "
+            f"{room.limit:,} are free.",
+            "Send it again later, ask for fewer tokens (max_tokens), or raise --memory-limit.",
+        )
 
 
 class Solo:
