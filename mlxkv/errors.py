@@ -83,6 +83,12 @@ class EngineClosed(EngineError):
     code = "engine_closed"
 
 
+class DeadEnd(EngineError):
+    """No token of this model can go on from where the answer is and still keep to the request's grammar."""
+
+    code = "grammar_dead_end"
+
+
 class QueueFull(EngineError):
     """Too many requests wait already."""
 

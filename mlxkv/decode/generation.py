@@ -69,8 +69,7 @@ class Generation:
             sequence.drop()
             raise
         finally:
-            if self.rt.memory is not None:
-                self.rt.memory.release(sequence)
+            self.rt.memory.release(sequence)
         return sequence.finish(reason)
 
     def resume(self, store: PrefixStore | None) -> tuple[SequenceState, Lookup, Plan, Allotment]:

@@ -67,7 +67,7 @@ class Loop:
         return self.seats.pool
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> Memory:
         return self.rt.memory
 
     @property
@@ -95,22 +95,21 @@ class Loop:
             restoring=len(self.restoring),
             waiting=len(self.waiting),
             queued=len(self.tickets),
-            reserved_bytes=memory.reserved if memory is not None else 0,
+            reserved_bytes=memory.reserved,
             reserved_rows=self.seats.reserved_rows() + sum(a.rows for a in self._allotments.values()),
             pool_used=self.pool.used,
             groups=tuple(shapes),
             steps=self._steps,
             step_s=self._step_s,
             traces=self.seats.steps.traces,
-            memory=memory.ledger() if memory is not None else {},
+            memory=memory.ledger(),
             turns=self.seats.obstacle,
         )
 
     def check_integrity(self) -> None:
         """Raises where books contradict each other, or somebody holds what nobody needs."""
         self.pool.check_integrity()
-        if self.rt.memory is not None:
-            self.rt.memory.check_integrity([*self.waiting, *self.sequences, *self.groups, self.pool])
+        self.rt.memory.check_integrity([*self.waiting, *self.sequences, *self.groups, self.pool])
 
     # a turn
 
@@ -127,7 +126,7 @@ class Loop:
             self._regroup()
         if step is not None and step.group in self.groups:
             self._step(step.group)  # type: ignore[arg-type]
-        if self.rt.memory is not None and (self.active or self.waiting):
+        if self.active or self.waiting:
             self.rt.memory.measure()
         if self.restoring and not (self.prefills or self.groups):
             next(iter(self.restoring.values())).wait(0.05)
@@ -167,16 +166,13 @@ class Loop:
             except Exception as e:
                 ticket.fail(self._told(e))
                 continue
-            if self.rt.memory is not None:
-                self.rt.memory.charge("queue", sequence, TOKEN_BYTES * len(sequence.prompt.tokens))
+            self.rt.memory.charge("queue", sequence, TOKEN_BYTES * len(sequence.prompt.tokens))
             self.waiting.append(sequence)
             if self.groups:
                 break
 
     def _refuse_what_never_fits(self, sequence: Sequence) -> None:
         memory = self.rt.memory
-        if memory is None:
-            return
         rows = self._rows(sequence, True)
         room = memory.room(memory.sequence_bytes(rows, self.rt.chunk))
         if not room.ever:
@@ -228,8 +224,6 @@ class Loop:
     def _fits(self, sequence: Any) -> bool:
         """Room for its caches, and for a place in a batch where others are."""
         memory = self.rt.memory
-        if memory is None:
-            return True
         need = memory.sequence_bytes(self._rows(sequence, not self.active), self.rt.chunk)
         if self.active and self.seats.obstacle is None:
             need += memory.sequence_bytes(self.seats.capacity_for(sequence))
@@ -240,8 +234,7 @@ class Loop:
         rt, store = self.rt, sequence.store
         rows = self._rows(sequence, not self.active)
         allotment = self._allotments[sequence] = Allotment(rt, sequence, rows)
-        if rt.memory is not None:
-            rt.memory.release(sequence, "queue")
+        rt.memory.release(sequence, "queue")
 
         if store is None:
             self._begun(sequence, allotment.fresh(), Lookup(0, "none", "off", 0), Plan())
@@ -358,8 +351,7 @@ class Loop:
 
     def _release(self, sequence: Sequence) -> None:
         self._allotments.pop(sequence, None)
-        if self.rt.memory is not None:
-            self.rt.memory.release(sequence)
+        self.rt.memory.release(sequence)
 
     def _told(self, e: BaseException) -> BaseException:
         """What a request is told of an error."""

@@ -32,6 +32,7 @@ from ..errors import ConfigError, MlxkvError  # noqa: E402
 from ..models import load  # noqa: E402
 from ..models.mtp import WithHead  # noqa: E402
 from ..models.spans import Spans, install  # noqa: E402
+from .grammar import Grammars  # noqa: E402
 from .memory import Memory, physical, recommended, weigh  # noqa: E402
 from .options import EngineInfo, Options  # noqa: E402
 from .prompt import build  # noqa: E402
@@ -61,6 +62,7 @@ class Runtime:
     async_kv_limit: int
     load_s: float
     memory: Memory
+    grammars: Grammars
     #: where forwards are split; announces those that are not
     split: Split = field(default_factory=Split)
     spans: Spans = field(default_factory=Spans)
@@ -167,6 +169,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         memory=memory,
         live=live,
         device=now.device,
+        grammars=Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
         split=split,
         spans=shared,
         ladder=-(-LADDER // options.block_size) * options.block_size,

@@ -160,8 +160,7 @@ class Seats:
     def _drop_empty(self) -> None:
         for group in [g for g in self.groups if not g.rows]:
             self.groups.remove(group)
-            if self._rt.memory is not None:
-                self._rt.memory.release(group)
+            self._rt.memory.release(group)
 
     # groups
 
@@ -282,9 +281,6 @@ class Seats:
     def _paying(self, group: Group, before: tuple[int, int] | None, after: tuple[int, int]) -> Iterator[None]:
         """A batch goes from one shape (slots, capacity) to another: both are there meanwhile. Raises MemoryFull."""
         memory = self._rt.memory
-        if memory is None:
-            yield
-            return
         extra = memory.join_extra(before, after)
         fits(memory, extra, after[1])
         memory.charge("joins", group, extra)

@@ -45,11 +45,13 @@ class Sequence:
         self.prompt = self._prompt()
         #: tokens that may be sampled
         self.limit = self._limit()
-        self.sampler = Sampler(self.request.sampling, self.prompt.tokens, runtime.vocab_size)
+        grammar = self.request.grammar
+        constraint = runtime.grammars.constraint(grammar) if grammar is not None else None
+        self.sampler = Sampler(self.request.sampling, self.prompt.tokens, runtime.vocab_size, constraint)
         #: the prompt, then sampled tokens that were or will be processed
         self.tokens = list(self.prompt.tokens)
         self.sampled: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TokenLogprob] | None = [] if self.request.sampling.logprobs else None
         self.text = ""
         self.recorder: Recorder | None = None
         self.lookup = Lookup(0, "none", "off", 0)
@@ -149,35 +151,35 @@ class Sequence:
         """``token`` was sampled: the text that may be shown now, and why the sequence ends here, if it does. Raises
         EngineError where its grammar cannot go on."""
         self.sampled.append(token)
-        if logprob is not None:
+        if logprob is not None and self.logprobs is not None:
             self.logprobs.append(logprob)
         if len(self.sampled) == 1:
             self._first_at = time.monotonic()
             self._ttft_s = self._first_at - self.ticket.received
         ended = token in self.rt.eos
+        last = len(self.sampled) >= self.limit
+        if not ended and not last:
+            self.sampler.advance(token)
         reason: FinishReason | None = None
         piece = "" if ended else self._stops.feed(self._detokenizer.feed(token))
-        if ended or self._stops.hit:
+        self._cut = self._stops.hit
+        if ended or self._stops.hit or self.sampler.done:
             reason = "stop"
-        elif len(self.sampled) >= self.limit:
+        elif last:
             reason = "length"
         elif self.cancelled():
             reason = "cancelled"
-        if reason is None:
-            self.sampler.advance(token)
-            if self.sampler.done and not self.rt.eos:
-                reason = "stop"
         if reason is None:
             self.tokens.append(token)
         elif not self._stops.hit:
             piece += self._stops.feed(self._detokenizer.finish())
             piece += self._stops.finish()
-        self._cut = self._stops.hit
+            self._cut = self._stops.hit
         return piece, reason
 
     def say(self, piece: str, token: int, logprob: TokenLogprob | None = None) -> None:
         self.text += piece
-        self.ticket.put(Delta(piece, [token], None if logprob is None else (logprob,)))
+        self.ticket.put(Delta(piece, [token], () if logprob is None else (logprob,)))
 
     def cancelled(self) -> bool:
         return self.ticket.cancelled
@@ -234,4 +236,5 @@ class Sequence:
                 ttft_s=self._ttft_s,
                 decode_tps=(n - 1) / decode_s if decode_s > 0 and n > 1 else 0.0,
             ),
+            logprobs=self.logprobs,
         )

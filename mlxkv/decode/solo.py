@@ -43,21 +43,18 @@ class Allotment:
     def hold(self, rows: int) -> None:
         memory = self._rt.memory
         self.rows = rows
-        if memory is not None:
-            memory.charge("caches", self._sequence, memory.sequence_bytes(rows, self._rt.chunk))
+        memory.charge("caches", self._sequence, memory.sequence_bytes(rows, self._rt.chunk))
 
     def need(self, rows: int) -> None:
         """Its caches are about to have ``rows`` rows. Raises MemoryFull."""
         memory = self._rt.memory
         while rows > self.rows:
-            if memory is not None:
-                fits(memory, memory.sequence_bytes(self.rows + self._step) - memory.sequence_bytes(self.rows), rows)
+            fits(memory, memory.sequence_bytes(self.rows + self._step) - memory.sequence_bytes(self.rows), rows)
             self.hold(self.rows + self._step)
 
     def give_back(self) -> None:
         self.rows = 0
-        if self._rt.memory is not None:
-            self._rt.memory.release(self._sequence, "caches")
+        self._rt.memory.release(self._sequence, "caches")
 
 
 def fits(memory: Memory, need: int, rows: int) -> None:

@@ -19,7 +19,11 @@ VOCAB = 12
 
 def draws(params: SamplingParams, logits: np.ndarray, prompt=(1, 2)) -> list[int]:
     sampler = Sampler(params, list(prompt), VOCAB)
-    return [int(sampler(mx.array(row)[None]).item()) for row in logits]
+    out = []
+    for row in logits:
+        out.append(int(sampler(mx.array(row)[None]).item()))
+        sampler.advance(out[-1])
+    return out
 
 
 def rows(n: int, seed=0) -> np.ndarray:
