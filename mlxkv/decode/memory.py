@@ -124,7 +124,7 @@ class Memory:
         self.limit, self.live, self.ram = limit, live, ram
         self._device, self._pressure = device, pressure
         self._held: dict[tuple[str, Hashable], int] = {}
-        self._sums = dict.fromkeys(ENTRIES, 0)
+        self._sums: dict[str, int] = dict.fromkeys(ENTRIES, 0)
         self._other = 0
         self._level = NORMAL
         self._lock = threading.RLock()

@@ -152,18 +152,20 @@ class AlignTable:
         return AlignTable(s, self.block, (*columns, *fresh), True)
 
 
-def ladder(n: int, max_len: int | None = None, *, first: int = FIRST_RUNG) -> int:
-    """The capacity of a batch whose longest row has ``n`` tokens: the smallest first · 2^i with room for it, at most
-    what ``max_len`` tokens reserve (never less than ``n`` does). DESIGN §6 has ``first`` 1,024 for compiled steps."""
+def ladder(n: int, max_len: int | None = None, *, lookahead: int = 0, first: int = FIRST_RUNG) -> int:
+    """The capacity of a batch whose longest row has ``n`` tokens (computed + scheduled): the smallest first · 2^i with
+    room for ``min(n + lookahead, max_len)``, at most what ``max_len`` tokens reserve. DESIGN §6 has ``first`` 1,024 for
+    compiled steps."""
+    want = n + lookahead if max_len is None else min(n + lookahead, max_len)
     rung = first
-    while rung < n:
+    while rung < want:
         rung *= 2
-    return rung if max_len is None else min(rung, max(reserve(max_len), reserve(n)))
+    return rung if max_len is None else min(rung, reserve(max_len))
 
 
-def rungs(max_len: int, *, first: int = FIRST_RUNG) -> tuple[int, ...]:
-    """All capacities that ``ladder`` gives for rows of up to ``max_len`` tokens, rising."""
-    found = [ladder(1, max_len, first=first)]
+def rungs(max_len: int, *, lookahead: int = 0, first: int = FIRST_RUNG) -> tuple[int, ...]:
+    """All capacities that ``ladder`` gives for rows of 1 to ``max_len`` tokens, rising."""
+    found = [ladder(1, max_len, lookahead=lookahead, first=first)]
     while found[-1] < max_len:
         found.append(ladder(found[-1] + 1, max_len, first=first))
     return tuple(found)
@@ -213,7 +215,7 @@ def shapes(
     drafter, k + 1; capacities come from ``ladder`` with that drafter's look-ahead."""
     ahead = lookahead(drafter, k)
     widths = (1,) if drafter == "none" or k == 0 else (1, k + 1)
-    capacities = [c for c in rungs(max_len, first=first) if c >= min(1 + ahead, max_len)]
+    capacities = rungs(max_len, lookahead=ahead, first=first)
     return tuple((c, s, w) for c in capacities for s in slot_rungs(max_rows) for w in widths)
 
 
