@@ -60,7 +60,8 @@ class Resize:
 
 @dataclass(frozen=True)
 class Divide:
-    """Make a group of each of ``parts``, keys of rows, the largest first: it may keep the arrays of ``group``."""
+    """Make a group of each of ``parts``, keys of rows, with ``bucket`` slots. The largest part is first: ``group`` may
+    become that one."""
 
     group: Hashable
     parts: tuple[tuple[Hashable, ...], ...]
@@ -108,7 +109,7 @@ class Grouping:
 
     def regroup(self, groups: Sequence[Group]) -> Resize | Divide | Unite | None:
         """The one change that is due, the most pressing first; None mostly. Groups without rows are not looked at: they
-        end with their last row. Asked once a turn, before a step."""
+        end with their last row. To be asked before a step, until there is none."""
         groups = [group for group in groups if group.rows]
         for group in groups:
             if self.waste(group.slots, [row.length for row in group.rows]) > BOUND:
@@ -121,19 +122,26 @@ class Grouping:
         return None
 
     def parts(self, rows: Sequence[Row]) -> tuple[tuple[Row, ...], ...]:
-        """``rows`` in groups that are full enough, few of them: from the longest row on, each takes what fits it."""
-        left = sorted(rows, key=lambda row: -row.length)
+        """``rows`` in groups that are full enough: the fewest, and of those the ones with the smallest rectangles. Rows
+        of a group are neighbours in length, the longest first."""
+        ordered = sorted(rows, key=lambda row: -row.length)
+        # best[n]: groups and cells of the first n rows, and where the last of their groups begins
+        best: list[tuple[int, int, int]] = [(0, 0, 0)]
+        for end in range(1, len(ordered) + 1):
+            ways = []
+            for start in range(max(0, end - self.most), end):
+                slots, lengths = bucket(end - start), [row.length for row in ordered[start:end]]
+                if slots == 1 or self.waste(slots, lengths) <= BOUND:
+                    groups, cells, _ = best[start]
+                    ways.append((groups + 1, cells + slots * self.columns(lengths[0]), start))
+            best.append(min(ways))
         found: list[tuple[Row, ...]] = []
-        while left:
-            lengths = [row.length for row in left]
-            size = max(
-                n
-                for n in range(1, min(self.most, len(left)) + 1)
-                if n == 1 or self.waste(bucket(n), lengths[:n]) <= BOUND
-            )
-            found.append(tuple(left[:size]))
-            left = left[size:]
-        return tuple(found)
+        end = len(ordered)
+        while end:
+            start = best[end][2]
+            found.append(tuple(ordered[start:end]))
+            end = start
+        return tuple(reversed(found))
 
     def _repair(self, group: Group) -> Resize | Divide:
         slots = bucket(len(group.rows))

@@ -16,8 +16,10 @@ from statistics import median
 SMALLEST = 16
 #: chunks and steps that are remembered
 CHUNKS, STEPS = 24, 64
-#: what a chunk counts for against the next one
+#: what a chunk counts for, against the one after it
 FADE = 0.9
+#: where most of the latest chunks took so many times what was expected, or so small a part, the machine's speed changed
+LATEST, SHIFT = 3, 1.3
 #: a chunk may be at most so many times as long as the longest that is remembered
 GROWTH = 4
 
@@ -76,7 +78,7 @@ class Pace:
         if not self._chunks:
             return None
         if self._fitted is None:
-            self._fitted, self._off = self._fit()
+            self._adapt()
         return self._off * _seconds(self._fitted, tokens, position)
 
     def step(self, slots: int, columns: int) -> float:
@@ -93,8 +95,23 @@ class Pace:
         known = median([seconds for n, _, seconds in self._steps if n == nearest][-5:])
         return known * slots / nearest if below else known
 
-    def _fit(self) -> tuple[tuple[float, float, float], float]:
-        """(a, b, c), and how far off the latest chunks were from that."""
+    def _adapt(self) -> None:
+        """Fit, and see how far off the latest chunks were from that."""
+        fitted, late = self._fit(), self._late
+        if not 1 / SHIFT < median(late(fitted)) < SHIFT and len(self._chunks) > LATEST:
+            # most of the latest say so: the machine is slower or faster than it was, and what is older misleads
+            self._chunks = deque(list(self._chunks)[-LATEST:], CHUNKS)
+            fitted = self._fit()
+        off = late(fitted)
+        # the last one alone is believed up to twice the time, until the next one is known
+        self._fitted, self._off = fitted, max(median(off) if len(off) == LATEST else 1.0, min(off[-1], 2.0))
+
+    def _late(self, fitted: tuple[float, float, float]) -> list[float]:
+        """What the latest chunks took, over what they should have taken."""
+        return [seconds / _seconds(fitted, n, p) for n, p, seconds in list(self._chunks)[-LATEST:]]
+
+    def _fit(self) -> tuple[float, float, float]:
+        """(a, b, c), seconds: of a chunk, of a token, and of a token that looks at another."""
         scale_n = max(n for n, _, _ in self._chunks)
         scale_p = max(p + n / 2 for n, p, _ in self._chunks)
         rows: list[tuple[float, float, float]] = []
@@ -105,8 +122,8 @@ class Pace:
             weight *= FADE
         wanted = [weight**0.5 for weight in (FADE**i for i in range(len(rows)))]
         typical = median(seconds for _, _, seconds in self._chunks)
-        if self._steps:
-            # a step reads the weights too: where all chunks are alike, it says what is theirs and what is the tokens'
+        if self._steps and scale_n < 4 * min(n for n, _, _ in self._chunks):
+            # chunks that are alike do not tell what the weights cost and what each token does: a step reads them too
             least = min(self.step(slots, columns) for slots, columns, _ in list(self._steps)[-4:])
             by = 0.3 / max(least, 0.01 * typical)
             rows.append((by, by / scale_n, 0.0))
@@ -117,10 +134,7 @@ class Pace:
             rows.append((row[0], row[1], row[2]))
             wanted.append(0.0)
         a, b, c = _least_squares(rows, wanted)
-        fitted = (a, b / scale_n, c / (scale_n * scale_p))
-        late = [seconds / _seconds(fitted, n, p) for n, p, seconds in list(self._chunks)[-3:]]
-        # two of the latest three are believed; the last one alone is, up to twice the time, until the next one is known
-        return fitted, max(median(late), min(late[-1], 2.0))
+        return a, b / scale_n, c / (scale_n * scale_p)
 
 
 def _seconds(fitted: tuple[float, float, float], tokens: int, position: int) -> float:
