@@ -62,13 +62,6 @@ def ladder(first: int, upto: int, boundaries: Iterable[int] = ()) -> list[int]:
     return rungs
 
 
-def is_rung(position: int, first: int, beyond: int) -> bool:
-    """Whether ``position`` is one of the rungs first, 2·first, 4·first, …, and not too near ``beyond``, where the last
-    state is."""
-    times, rest = divmod(position, first) if first else (0, 0)
-    return times > 0 and rest == 0 and times & (times - 1) == 0 and position - beyond >= min(LADDER_GAP, first)
-
-
 def superseded(states: Sequence[State], prompt_end: int, turn: int) -> set[int]:
     """Positions of tips that are of no use any more, given that ``states`` are all durable.
 

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.batch import Batch
-from ..cache.inside import Inside
+from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
-from .pool import Pool, Tracked
+from .pool import Pool, keep
 from .step import Steps
 from .tracking import LANES, Track
 
@@ -19,11 +19,10 @@ class Batched:
     """``batch`` has the rows' states. A row owns at most one slot of the pool at a time; without a free one a rung goes
     by, which is a miss later."""
 
-    tracks = True
-
     def __init__(self, batch: Batch, steps: Steps, pool: Pool) -> None:
         self.batch, self._steps, self._pool = batch, steps, pool
         #: slot -> (pool slot, position) of a state that was captured, or is by the step in flight
+        self._places = batch.tracked()
         self._captures: dict[int, tuple[int, int]] = {}
 
     @property
@@ -55,7 +54,7 @@ class Batched:
         self.batch.put_back(batch)
         self._pool.arrays = arrays
         for slot in [s for s in self._captures if s not in captures]:
-            self.stored(slot)
+            self._free(slot)
 
     def live(self) -> list[mx.array]:
         return [*self.batch.live(), *self._pool.arrays]
@@ -66,25 +65,30 @@ class Batched:
     def position(self, slot: int) -> int:
         return self.batch.positions[slot]
 
-    def rung(self, slot: int) -> int:
-        return self._captures.get(slot, (0, 0))[1]
+    def tracks(self, slot: int) -> bool:
+        """A state of the row waits in the pool."""
+        return slot in self._captures
 
-    def captured(self, slot: int) -> Inside | None:
-        if slot not in self._captures:
-            return None
-        into, position = self._captures[slot]
-        return Tracked(self._pool, self.batch, into, position) if self.position(slot) > position else None
+    def due(self, slot: int, rung: bool) -> bool:
+        return slot in self._captures and self._captures[slot][1] < self.position(slot)
 
-    def stored(self, slot: int) -> None:
+    def store(self, slot: int, recorder: Recorder, rung: bool) -> None:
+        if slot in self._captures:
+            into, position = self._captures.pop(slot)
+            keep(recorder, self._pool, self._owner(slot), {position: into}, self._places)
+        else:
+            recorder.flush()
+
+    def _free(self, slot: int) -> None:
         if slot in self._captures:
             into, _ = self._captures.pop(slot)
-            self._pool.free([into], self._owner(slot))
+            self._pool.free(into, self._owner(slot))
 
     def forget(self) -> None:
         """The pool's contents are lost: nothing that was captured will be stored."""
         for slot in list(self._captures):
-            self.stored(slot)
+            self._free(slot)
 
     def leave(self, slot: int) -> None:
-        self.stored(slot)
+        self._free(slot)
         self.batch.leave(slot)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..cache.inside import Inside
+from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
 from .request import FinishReason, TokenLogprob
 from .sampling import Sampled, sample
@@ -51,19 +51,13 @@ class Executor(Protocol):
         """Tokens that the state of a row has processed."""
         ...
 
-    #: states at rungs are captured by the forward itself; else whoever stands at one must keep it
-    tracks: bool
-
-    def rung(self, slot: int) -> int:
-        """Where a captured state of the row waits to be stored; 0: none does."""
+    def due(self, slot: int, rung: bool) -> bool:
+        """Whether a state of the row should be stored now: one that was captured before, or the one it stands at, a
+        ``rung``, where nothing is captured under way."""
         ...
 
-    def captured(self, slot: int) -> Inside | None:
-        """That state, if the row stands beyond it. Call while all is evaluated."""
-        ...
-
-    def stored(self, slot: int) -> None:
-        """It waits no longer."""
+    def store(self, slot: int, recorder: Recorder, rung: bool) -> None:
+        """Give ``recorder`` the row's rows up to here, and that state. Call while all is evaluated."""
         ...
 
     def leave(self, slot: int) -> None:
@@ -213,35 +207,27 @@ class Group:
 
     def _remember(self) -> None:
         """Copy rows out before a window forgets them, and states at rungs. No newer step is built now."""
-        due = []
-        for slot, row in self.rows.items():
-            recorder, position = row.sequence.recorder, self.executor.position(slot)
-            if recorder is None:
-                continue
-            here = not self.executor.tracks and position > row.flushed and row.sequence.is_rung(position)
-            if here or 0 < self.executor.rung(slot) < position or position - row.flushed >= recorder.reach - 1:
-                due.append((slot, row, recorder, here))
+        due = [slot for slot in self.rows if self._due(slot)]
         if due:
             mx.eval(self.executor.live())
-        for slot, row, recorder, here in due:
+        for slot in due:
             self.flush(slot)
-            if here:
-                recorder.boundary(role="ladder")
-            recorder.commit()
+
+    def _due(self, slot: int) -> bool:
+        row, position = self.rows[slot], self.executor.position(slot)
+        recorder = row.sequence.recorder
+        if recorder is None or position <= row.flushed:
+            return False
+        return position - row.flushed >= recorder.reach - 1 or self.executor.due(slot, row.sequence.is_rung(position))
 
     def flush(self, slot: int) -> None:
         """Copy out what the store has not been given of a row, a state at a rung too. All is evaluated."""
-        row = self.rows[slot]
+        row, position = self.rows[slot], self.executor.position(slot)
         recorder = row.sequence.recorder
-        if recorder is None:
-            return
-        left = self.executor.captured(slot)
-        if left is not None:
-            recorder.flush(left, dict.fromkeys(left.positions, "ladder"))
-        else:
-            recorder.flush()
-        self.executor.stored(slot)
-        row.flushed = self.executor.position(slot)
+        if recorder is not None and position > row.flushed:
+            self.executor.store(slot, recorder, row.sequence.is_rung(position))
+            recorder.commit()
+            row.flushed = position
 
     def end(self, slot: int, end: Ended) -> None:
         """A row comes to its end: what it leaves for the store is stored. The group is settled."""

@@ -270,7 +270,7 @@ class Seats:
         keep = {old: new for new, old in enumerate(sorted(group.rows))}
         mx.eval(run.live())
         for slot in group.rows:
-            if run.rung(slot):
+            if run.tracks(slot):  # by its slot, which may change
                 group.flush(slot)
         with self._paying(group, (run.slots, run.batch.capacity), (slots, capacity)):
             run.batch.resize(slots, capacity, keep)

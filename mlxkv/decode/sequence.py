@@ -7,7 +7,7 @@ import time
 
 from ..cache.lookup import Lookup
 from ..cache.planner import Plan
-from ..cache.policy import is_rung, ladder
+from ..cache.policy import LADDER_GAP, ladder
 from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
 from ..cache.store import PrefixStore
@@ -29,6 +29,7 @@ from .runtime import Runtime
 from .sampling import Sampler
 from .text import Detokenizer, StopStrings
 from .ticket import Ticket
+from .tracking import Marks
 
 
 class Sequence:
@@ -107,7 +108,8 @@ class Sequence:
         layout = self.rt.layout
         if self.recorder is None or layout is None or not layout.needs_state:
             return False
-        return is_rung(position, self.rt.ladder, self.end)
+        first = self.rt.ladder
+        return position == Marks(first).last(position) and position - self.end >= min(LADDER_GAP, first)
 
     # its way
 

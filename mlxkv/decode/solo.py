@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.inside import Inside
+from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
 from ..errors import EngineError
 from .memory import Memory
@@ -73,7 +73,6 @@ class Solo:
     is captured while a step runs."""
 
     slots = 1
-    tracks = False
 
     def __init__(self, model: Any, state: SequenceState, room: Callable[[int], None]) -> None:
         self._model, self.state, self._room = model, state, room
@@ -99,14 +98,13 @@ class Solo:
     def position(self, slot: int) -> int:
         return self.state.position
 
-    def rung(self, slot: int) -> int:
-        return 0
+    def due(self, slot: int, rung: bool) -> bool:
+        return rung
 
-    def captured(self, slot: int) -> Inside | None:
-        return None
-
-    def stored(self, slot: int) -> None:
-        """Nothing ever waits."""
+    def store(self, slot: int, recorder: Recorder, rung: bool) -> None:
+        recorder.flush()
+        if rung:
+            recorder.boundary(role="ladder")
 
     def leave(self, slot: int) -> None:
         """Its caches go with this object."""

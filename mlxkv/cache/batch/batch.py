@@ -232,6 +232,10 @@ class Batch:
         """What the step shows to heads, beside its state."""
         return [a for form in self._leaves if isinstance(form, BatchHead) for a in form.emitted()]
 
+    def tracked(self) -> list[tuple[Any, int]]:
+        """Where ``states()`` stand: (cache object, its slot's number)."""
+        return [(form, i) for form in self._leaves if isinstance(form, BatchRecurrent) for i in form.used]
+
     def shown(self, tokens: mx.array, emitted: list[mx.array]) -> None:
         for form in self._leaves:
             if isinstance(form, BatchHead):
