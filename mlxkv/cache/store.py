@@ -113,7 +113,7 @@ class PrefixStore:
         self._from_legacy: frozenset[bytes] = frozenset()
         self.ram = Ram(ram_budget, lambda key, kind: self.writer.evicted(key, kind))
         self.view = View(self.index, self.ram, layout.kinds)
-        self._running: list[weakref.ref[Handover]] = []
+        self._running: Callable[[], Handover | None] = lambda: None
         policy = policy or Policy()
         self.writer = Writer(
             self.folder,
@@ -146,7 +146,8 @@ class PrefixStore:
 
     def _busy(self) -> bool:
         """A request that may store something is running."""
-        return any((one := ref()) is not None and not one.done for ref in list(self._running))
+        running = self._running()
+        return running is not None and not running.done
 
     def _count_unseen(self) -> None:
         """Count folders of records that could not be listed; opening the index has said which."""
@@ -397,8 +398,7 @@ class PrefixStore:
         space = self.space(salt)
         planner = Planner(self.view, space, self.layout)
         handover = Handover(self.ram, self.writer, space, plan, tokens, roles or {}, turn)
-        self._running = [ref for ref in self._running if (one := ref()) is not None and not one.done]
-        self._running.append(weakref.ref(handover))
+        self._running = weakref.ref(handover)
 
         def stored(key: bytes) -> tuple[bool, bool]:
             entry = self.view.entry(key)

@@ -8,7 +8,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-
 from typing import Any
 
 import mlx.core as mx

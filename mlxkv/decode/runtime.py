@@ -63,6 +63,9 @@ class Runtime:
     load_s: float
     memory: Memory
     grammars: Grammars
+    #: the layout of its caches as they run, however they are stored; None where it is unknown
+    live: Layout | None = None
+    device: str = "cpu"
     #: where forwards are split; announces those that are not
     split: Split = field(default_factory=Split)
     spans: Spans = field(default_factory=Spans)
