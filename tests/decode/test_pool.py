@@ -16,7 +16,7 @@ from mlxkv.cache.planner import Plan
 from mlxkv.cache.state import SequenceState
 from mlxkv.decode.pool import IntegrityError, Pool, PoolError, Tracked, TransitionError, keep, places
 from mlxkv.decode.tracking import Track, next_rung, plan, scatter
-from tests import tiny
+from tests import headed, tiny
 from tests.cache import test_equality
 from tests.cache.stores import records
 from tests.probe import TOLERANCE, equal, run, runtime
@@ -479,10 +479,12 @@ def stored_through_pool(rt, flush_every):
     return most
 
 
-@pytest.mark.parametrize("arch", ["qwen3_5", "falcon_h1"])
-@pytest.mark.parametrize("flush_every", [5, 8])  # between rungs, and at them
+@pytest.mark.parametrize(
+    ("arch", "flush_every"),  # between rungs, and at them
+    [("qwen3_5", 5), ("qwen3_5", 8), ("falcon_h1", 7), ("headed", 5)],
+)
 def test_a_captured_state_is_stored_as_a_solo_run_stores_it(tiny_model, tmp_path, arch, flush_every):
-    model = tiny_model(arch)
+    model = headed.make(tmp_path / "model") if arch == "headed" else tiny_model(arch)
     most = stored_through_pool(runtime(model, tmp_path / "pool"), flush_every)
     assert most >= 1
     tokens = tiny.ids(END + 30, seed=51)

@@ -137,6 +137,7 @@ def test_window_plans_agree():
         want, mask = windows.plan(tracked, prefix, widths, rows)
         stale = [rng.randrange(400) for _ in range(rows - live)]  # what stands behind the live rows is not looked at
         got = windows.plan_arrays(ints(tracked + stale), ints(prefix + stale), ints(widths + stale), mx.array(live))
+        mx.eval(got)
         assert [a.tolist() for a in got] == [want, mask]
         starts = np.cumsum([0, *widths])
         total = max(int(starts[-1]), 1)
@@ -162,6 +163,7 @@ def test_plans_agree():
         want = Track.of(rows, dummy, captures, lanes)
         given = [*free[:lanes], *[dummy] * (lanes - len(free))]
         got = plan_arrays(ints(positions), ints(wanted), ints(given), mx.array(len(free)), dummy, lanes).arrays()
+        mx.eval(got)
         for a, b in zip(got, want.arrays(), strict=True):
             assert a.dtype == b.dtype and a.tolist() == b.tolist()
         hits = [r for r in range(rows) if positions[r] == wanted[r] > 0]
