@@ -11,10 +11,10 @@ import numpy as np
 
 from mlxkv.cache.state import SequenceState
 from mlxkv.decode.generation import Generation
-from mlxkv.decode.solo import Solo
 from mlxkv.decode.options import Options
 from mlxkv.decode.request import Completion, Request, SamplingParams
 from mlxkv.decode.runtime import Runtime, open_runtime
+from mlxkv.decode.solo import Solo
 
 BLOCK = 8
 #: largest |Δ logit| / largest |logit| that still counts as equal: bits, but on a GPU sums differ by the batch's shape

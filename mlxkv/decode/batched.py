@@ -8,8 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.batch import Batch
-from ..cache.recorder import Recorder
-from ..cache.state import SequenceState
+from ..cache.recorder import Followed, Recorder
 from .pool import Pool, keep
 from .step import Steps
 from .tracking import LANES, Track
@@ -40,7 +39,12 @@ class Batched:
                 if into is not None:
                     now[slot] = into, position
         track = Track.of(self.slots, self._pool.dummy, now)
-        logits = self._steps.run(self.batch, inputs, track, self._pool)
+        try:
+            logits = self._steps.run(self.batch, inputs, track, self._pool)
+        except BaseException:
+            for slot in now:
+                self._pool.free_all(self._owner(slot))
+            raise
         for slot, (into, _) in now.items():
             self._pool.capture(into, self._owner(slot))
         self._captures |= now
@@ -59,7 +63,7 @@ class Batched:
     def live(self) -> list[mx.array]:
         return [*self.batch.live(), *self._pool.arrays]
 
-    def row(self, slot: int) -> SequenceState:
+    def row(self, slot: int) -> Followed:
         return self.batch.row(slot)
 
     def position(self, slot: int) -> int:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from .. import numerics
 from ..errors import DeviceError, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
@@ -89,9 +89,9 @@ class Engine:
     further; only those that an import was given --assume-same-weights for.
     memory_limit: bytes that weights, live caches and records in RAM may take together: where a request's caches need
     more, RAM keeps less meanwhile; None: what Metal recommends, elsewhere three quarters of memory. wired: bytes to
-    wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait. watchdog_s: seconds
-    after which a turn of the loop (a chunk of a prompt, a step) counts as hung, and the engine as not ready. progress: told
-    (what is done, how much of it, of how much) on the engine's thread while it starts.
+    wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait. watchdog_s:
+    seconds after which a turn of the loop (a chunk of a prompt, a step) counts as hung, and the engine as not ready.
+    progress: told (what is done, how much of it, of how much) on the engine's thread while it starts.
 
     Raises ModelError if the model cannot be loaded, ConfigError for settings that cannot work.
     """
@@ -111,7 +111,7 @@ class Engine:
         split: str = "auto",
         max_gap_ms: float | None = None,
         max_rows: int = 16,
-        compile: str = "auto",
+        compile: Literal["auto", "on", "off"] = "auto",
         async_kv_limit: int = 0,
         wired: int | None = None,
         allow_unprotected: bool = False,
@@ -331,9 +331,7 @@ class Engine:
         return again
 
     def _last_words(self, cause: EngineError) -> DeviceError:
-        error = DeviceError(
-            f"{cause.message} It was the second failure within a minute.", "Start the process again."
-        )
+        error = DeviceError(f"{cause.message} It was the second failure within a minute.", "Start the process again.")
         error.__cause__ = cause
         return error
 
@@ -341,6 +339,7 @@ class Engine:
         with self._wake:
             self._unhealthy = "the device failed twice within a minute"
             waiting, self._queue = list(self._queue), deque()
+        assert self._broken is not None
         error = self._last_words(self._broken)
         loop.give_up(error)
         for ticket in waiting:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -28,13 +28,16 @@ class Direct:
     """The caller's end of a request that runs on the caller's thread; see ``ticket``."""
 
     request: Request
-    put: Callable[[Event], None] = lambda event: None
-    asked: Callable[[], bool] = lambda: False
-    received: float = field(default_factory=time.monotonic)
+    emit: Callable[[Event], None]
+    asked: Callable[[], bool]
+    received: float
 
     @property
     def cancelled(self) -> bool:
         return self.asked()
+
+    def put(self, event: Event) -> None:
+        self.emit(event)
 
     def fail(self, error: BaseException) -> None:
         raise error

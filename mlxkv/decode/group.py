@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..cache.recorder import Recorder
-from ..cache.state import SequenceState
+from ..cache.recorder import Followed, Recorder
 from .request import FinishReason, TokenLogprob
 from .sampling import Sampled, sample
 from .sequence import Sequence
@@ -25,8 +24,10 @@ Said = tuple[Sequence, str, int, TokenLogprob | None]
 class Executor(Protocol):
     """What runs the forwards of a group, and has the state of its rows."""
 
-    #: rows of a forward; some may be free
-    slots: int
+    @property
+    def slots(self) -> int:
+        """Rows of a forward; some may be free."""
+        ...
 
     def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
         """Logits [slots, V] after ``inputs`` [slots] int32, lazily; all rows stand one further. ``rungs``: slot ->
@@ -43,7 +44,7 @@ class Executor(Protocol):
         """All arrays that a step must evaluate."""
         ...
 
-    def row(self, slot: int) -> SequenceState:
+    def row(self, slot: int) -> Followed:
         """The state of a row: its own, or a view of it."""
         ...
 
@@ -84,8 +85,8 @@ class Ended:
 
 
 class Group:
-    """``rows`` by slot. After a step, the tokens that it samples are in flight; ``settle`` reads them, and rows may come
-    and go."""
+    """``rows`` by slot. After a step the tokens that it samples are in flight; once ``settle`` has read them, rows may
+    come and go."""
 
     def __init__(self, executor: Executor, early: int = 0) -> None:
         """``early``: bytes of live state up to which a step is submitted before the last one's tokens are read."""

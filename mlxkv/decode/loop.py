@@ -127,8 +127,15 @@ class Loop:
             self._step(step.group)  # type: ignore[arg-type]
         if self.active or self.waiting:
             self.rt.memory.measure()
-        if self.restoring and not (self.prefills or self.groups):
-            next(iter(self.restoring.values())).wait(0.05)
+        if not (self.prefills or self.groups):
+            self._wait()
+
+    def _wait(self) -> None:
+        """Nothing can be computed now: records are read, or a request waits for the system to have memory."""
+        if self.restoring:
+            next(iter(self.restoring.values())).wait(0.005)
+        elif self.waiting:
+            time.sleep(0.02)
 
     def close(self) -> None:
         """Everybody leaves: who was admitted as cancelled, the others with an error."""
@@ -274,9 +281,7 @@ class Loop:
         prefill = self.prefills[key]
         position = prefill.state.position
         shapes = [(g.executor.slots, max(g.positions().values(), default=0)) for g in self.groups if g.rows]
-        most = next_chunk(
-            self._ladder, self._pace, self._gap, position, prefilling=len(self.prefills), groups=shapes
-        )
+        most = next_chunk(self._ladder, self._pace, self._gap, position, prefilling=len(self.prefills), groups=shapes)
         started = time.monotonic()
         try:
             tokens = prefill.chunk(most)

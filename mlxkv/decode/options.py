@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..cache.tensors import check_store_bits
 from ..errors import ConfigError
@@ -25,7 +26,7 @@ class Options:
     split: str = "auto"
     max_gap_ms: float | None = None
     max_rows: int = 16
-    compile: str = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
     async_kv_limit: int = 0
     wired: int | None = None
     allow_unprotected: bool = False

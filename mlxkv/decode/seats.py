@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ..cache.batch import Batch, NotYet, obstacle
+from ..cache.batch import Batch, BatchError, obstacle
 from ..cache.state import SequenceState
 from . import grouping
 from .batched import Batched
@@ -20,22 +20,23 @@ from .reservation import OPEN_END, ladder, reserve
 from .runtime import Runtime
 from .sequence import Sequence
 from .solo import Allotment, MemoryFull, Solo, fits
-from .step import Steps
+from .step import Compile, Steps
+from .tracking import LANES
 
 log = logging.getLogger("mlxkv.engine")
 
-#: snapshots that can wait for the writer at the same time
-SNAPSHOTS = 4
+#: snapshots that can wait for the writer at the same time: rows are at a rung rarely
+SNAPSHOTS = LANES
 
 
 class Seats:
     """``groups`` that decode. Moves happen between steps, to settled groups: no token is in flight then."""
 
-    def __init__(self, rt: Runtime, max_rows: int, compile: str) -> None:
+    def __init__(self, rt: Runtime, max_rows: int, compile: Compile) -> None:
         self._rt = rt
         self.groups: list[Group] = []
         self.steps = Steps(rt.model, compile=compile)
-        self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None else Pool([], 0)
+        self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None and rt.store is not None else Pool([], 0)
         self._grouping = Grouping(max_rows)
         self._alone: dict[Sequence, Allotment] = {}
         #: why rows take turns instead of sharing a batch
@@ -94,13 +95,12 @@ class Seats:
                 if group.rows:
                     self._join(group, row, state, decision.slots)
                     allotment.give_back()
+                    self._released(ended)
                     return ended
-            except NotYet:
-                log.debug("a state is not complete yet: it decodes alone")
-            except MemoryFull as e:
-                log.info("a row decodes by itself: %s", e)
+            except (BatchError, MemoryFull) as e:  # not yet, or not here
+                log.debug("a row decodes by itself: %s", e)
         self._seat_alone(row, state, allotment)
-        self._drop_empty()
+        self._released(ended)
         return ended
 
     def _seat_alone(self, row: Row, state: SequenceState, allotment: Allotment) -> None:
@@ -161,6 +161,9 @@ class Seats:
         for group in [g for g in self.groups if not g.rows]:
             self.groups.remove(group)
             self._rt.memory.release(group)
+        if not self.groups:
+            self.pool.forget()
+            self._rt.memory.release(self.pool)
 
     # groups
 
@@ -183,7 +186,7 @@ class Seats:
                 self._unite(group, others[0], decision.slots)
             else:
                 self._divide(group, decision)
-        except (NotYet, MemoryFull) as e:
+        except (BatchError, MemoryFull) as e:
             log.info("groups stay as they are: %s", e)
         for g in (group, *others):
             g.rested = 0
@@ -231,7 +234,7 @@ class Seats:
         """One copy of a row's state into a settled group, whose caches become a batch, wider or longer first where
         they must. Raises NotYet, MemoryFull; nothing has changed then."""
         run = group.executor
-        if isinstance(run, Solo):
+        if not isinstance(run, Batched):
             run = self._batch_of(group, slots, self._rows_for(row.sequence, state.position))
         need = self._rows_for(row.sequence, state.position)
         slots = max(slots, run.slots)
@@ -243,6 +246,7 @@ class Seats:
             run.batch.join(slot, state)
             mx.eval(run.live())
         group.add(slot, row)
+        self.steps.admit(run.batch, self.pool)
 
     def _batch_of(self, group: Group, slots: int, need: int) -> Batched:
         """Make a batch of a group that is one sequence on its own caches."""
@@ -251,14 +255,17 @@ class Seats:
         row = group.rows[0]
         capacity = self._capacity(max(need, self._rows_for(row.sequence, solo.state.position)))
         assert rt.live is not None
+        if not rt.memory.held_by(self.pool):  # from now on: a step's graph has it, whether anybody tracks or not
+            fits(rt.memory, self.pool.full_nbytes, capacity)
+            rt.memory.charge("snapshots", self.pool, self.pool.full_nbytes)
         with self._paying(group, None, (slots, capacity)):
             batch = Batch(rt.make_cache, rt.live, slots, capacity)
             batch.join(0, solo.state)
             mx.eval(batch.live())
-        group.executor = Batched(batch, self.steps, self.pool)
+        group.executor = batched = Batched(batch, self.steps, self.pool)
         group.renumber({0: 0})
         self._given_up(row.sequence)
-        return group.executor
+        return batched
 
     def _resize(self, group: Group, slots: int, need: int) -> None:
         """A batch with ``slots`` slots and room for ``need`` rows, and for what it has. Raises MemoryFull."""
@@ -276,6 +283,7 @@ class Seats:
             run.batch.resize(slots, capacity, keep)
             mx.eval(run.live())
         group.renumber(keep)
+        self.steps.admit(run.batch, self.pool)
 
     @contextmanager
     def _paying(self, group: Group, before: tuple[int, int] | None, after: tuple[int, int]) -> Iterator[None]:

@@ -8,7 +8,7 @@ import time
 from ..cache.lookup import Lookup
 from ..cache.planner import Plan
 from ..cache.policy import LADDER_GAP, ladder
-from ..cache.recorder import Recorder
+from ..cache.recorder import Followed, Recorder
 from ..cache.state import SequenceState
 from ..cache.store import PrefixStore
 from ..errors import MlxkvError, PromptTooLong, RequestError
@@ -28,7 +28,7 @@ from .request import (
 from .runtime import Runtime
 from .sampling import Sampler
 from .text import Detokenizer, StopStrings
-from .ticket import Ticket
+from .ticket import Caller
 from .tracking import Marks
 
 
@@ -40,7 +40,7 @@ class Sequence:
     and ``say``; ``keep`` and ``finish``, or ``drop`` and ``fail``.
     """
 
-    def __init__(self, runtime: Runtime, ticket: Ticket) -> None:
+    def __init__(self, runtime: Runtime, ticket: Caller) -> None:
         self.rt, self.ticket, self.request = runtime, ticket, ticket.request
         self.store: PrefixStore | None = runtime.store if self.request.use_cache else None
         self.prompt = self._prompt()
@@ -55,6 +55,7 @@ class Sequence:
         self.logprobs: list[TokenLogprob] | None = [] if self.request.sampling.logprobs else None
         self.text = ""
         self.recorder: Recorder | None = None
+        self.over = False
         self.lookup = Lookup(0, "none", "off", 0)
         self.lookup_s = self.restore_s = self.prefill_s = 0.0
         self.restoring_since = self._first_at = self._ttft_s = 0.0
@@ -129,7 +130,7 @@ class Sequence:
         self.ticket.put(Started(len(self.prompt.tokens), lookup.tokens))
         self.ticket.put(Progress(state.position, len(self.prompt.tokens)))
 
-    def moved(self, state: SequenceState) -> None:
+    def moved(self, state: Followed) -> None:
         """Its state lives elsewhere from now on: in a batch, or alone again."""
         if self.recorder is not None:
             self.recorder.state = state
@@ -188,7 +189,7 @@ class Sequence:
 
     # its end
 
-    def keep(self, state: SequenceState, reason: FinishReason) -> None:
+    def keep(self, state: Followed, reason: FinishReason) -> None:
         """Record where it ends and hand everything over; ``state`` is evaluated. Raises what the barrier raises."""
         if self.recorder is None:
             return
@@ -209,10 +210,14 @@ class Sequence:
             self.recorder.drop()
 
     def fail(self, error: BaseException) -> None:
-        self.ticket.fail(error)
+        """Tell whoever waits, unless they were told of an end already."""
+        if not self.over:
+            self.over = True
+            self.ticket.fail(error)
 
     def finish(self, reason: FinishReason) -> Completion:
         completion = self._completion(reason)
+        self.over = True
         self.ticket.put(Finished(completion))
         return completion
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import stat
-import time
 
 import numpy as np
 import pytest
