@@ -8,8 +8,9 @@ at most ``BOUND`` times what its rows need (DESIGN §6).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 #: the rectangle of a group is at most so many times what its rows need
 BOUND = 1.5
@@ -34,9 +35,9 @@ def rounded(length: int) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence that decodes. ``length``: the tokens in its state."""
+    """A sequence that decodes. ``key``: anything hashable. ``length``: the tokens in its state."""
 
-    key: Hashable
+    key: Any
     length: int
 
 
@@ -44,7 +45,7 @@ class Row:
 class Group:
     """Rows that decode together, and the ``slots`` they have. ``rested``: steps since rows or slots last changed."""
 
-    name: Hashable
+    name: Any
     slots: int
     rows: tuple[Row, ...]
     rested: int = 0
@@ -54,7 +55,7 @@ class Group:
 class Resize:
     """Give ``group`` so many ``slots``; its rows stay."""
 
-    group: Hashable
+    group: Any
     slots: int
 
 
@@ -63,16 +64,16 @@ class Divide:
     """Make a group of each of ``parts``, keys of rows, with ``bucket`` slots. The largest part is first: ``group`` may
     become that one."""
 
-    group: Hashable
-    parts: tuple[tuple[Hashable, ...], ...]
+    group: Any
+    parts: tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True)
 class Unite:
     """Move the rows of ``other`` into ``group``, which is to have ``slots`` then."""
 
-    group: Hashable
-    other: Hashable
+    group: Any
+    other: Any
     slots: int
 
 

@@ -78,7 +78,7 @@ class Pace:
         if not self._chunks:
             return None
         if self._fitted is None:
-            self._adapt()
+            self._fitted, self._off = self._adapt()
         return self._off * _seconds(self._fitted, tokens, position)
 
     def step(self, slots: int, columns: int) -> float:
@@ -95,8 +95,8 @@ class Pace:
         known = median([seconds for n, _, seconds in self._steps if n == nearest][-5:])
         return known * slots / nearest if below else known
 
-    def _adapt(self) -> None:
-        """Fit, and see how far off the latest chunks were from that."""
+    def _adapt(self) -> tuple[tuple[float, float, float], float]:
+        """What fits the chunks, and how far off the latest ones were from that."""
         fitted, late = self._fit(), self._late
         if not 1 / SHIFT < median(late(fitted)) < SHIFT and len(self._chunks) > LATEST:
             # most of the latest say so: the machine is slower or faster than it was, and what is older misleads
@@ -104,7 +104,7 @@ class Pace:
             fitted = self._fit()
         off = late(fitted)
         # the last one alone is believed up to twice the time, until the next one is known
-        self._fitted, self._off = fitted, max(median(off) if len(off) == LATEST else 1.0, min(off[-1], 2.0))
+        return fitted, max(median(off) if len(off) == LATEST else 1.0, min(off[-1], 2.0))
 
     def _late(self, fitted: tuple[float, float, float]) -> list[float]:
         """What the latest chunks took, over what they should have taken."""

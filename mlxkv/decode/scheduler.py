@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from .pace import GROWTH, Ladder, Pace
+
+K = TypeVar("K", bound=Hashable)
 
 #: milliseconds between two tokens of an answer, where nothing else is asked for
 GPU_GAP_MS, CPU_GAP_MS = 250, 500
@@ -63,7 +66,7 @@ class Turns:
         self._turn = 0
         self._passed = 0
 
-    def next(self, left: Mapping[Hashable, int]) -> Hashable:
+    def next(self, left: Mapping[K, int]) -> K:
         """The prompt whose turn it is. ``left``: tokens to go by prompt, of at least one."""
         self._turn += 1
         self._last = {key: self._last.get(key, self._turn) for key in left}
@@ -86,7 +89,7 @@ class Admission:
         self._first: Hashable = None
         self._passes = 0
 
-    def next(self, waiting: Sequence[Hashable], fits: Callable[[Hashable], bool]) -> Hashable | None:
+    def next(self, waiting: Sequence[K], fits: Callable[[K], bool]) -> K | None:
         """Of ``waiting``, in the order in which they came, the one to admit now; None: nobody. It is taken as admitted.
         ``fits``: whether there is room for one now; who can never fit must have been refused before."""
         if not waiting:
@@ -106,10 +109,10 @@ class Admission:
 
 @dataclass(frozen=True)
 class Step:
-    """The group whose step is next. ``first``: a round begins with it, in which each group makes one step: the chunk
-    of a prompt is read before it, and so stands once between two tokens of any row, however many groups there are."""
+    """The group whose step is next. ``first``: a round begins with it, in which each group makes one step. A prompt is
+    read on before those steps only: so one chunk lies between two tokens of any row, however many groups there are."""
 
-    group: Hashable
+    group: Any
     first: bool
 
 

@@ -60,7 +60,7 @@ class Asked:
 
 
 class Clockwork:
-    """Runs requests to their end. ``rows``: that decode at a time; ``room``: what requests in the house take together."""
+    """Runs requests to their end. ``rows`` decode at a time; ``room``: what requests in the house take together."""
 
     def __init__(
         self,
