@@ -156,7 +156,7 @@ class Generation:
     def _hold_rows(self, rows: int) -> None:
         """Caches of so many rows are live, or about to be: 0 once the request is over."""
         self._rows = rows
-        self.rt.memory.make_room(rows)
+        self.rt.memory.make_room(rows, self.rt.store.ram if self.rt.store is not None else None)
 
     def _forward(self, state: SequenceState, ids: mx.array) -> mx.array:
         if state.position + ids.size > self._rows:

@@ -76,16 +76,23 @@ def member_rows(member: MemberSpec, rows: int, chunk: int = 1) -> int:
     return rows
 
 
+def member_bytes(member: MemberSpec, rows: int, chunk: int = 1) -> int:
+    """Bytes of a member in such a sequence: what growing and recurrent ones allocate, the most that others do."""
+    # hidden states wait for the head, so many at most
+    times = min(rows, max(chunk, HEAD_BEHIND)) if member.kind == "hidden" else 1
+    return times * sum(t.nbytes(member_rows(member, rows, chunk)) for t in member.tensors)
+
+
+def batch_row_bytes(member: MemberSpec, capacity: int) -> int:
+    """Bytes that one slot of a batch has of a member; windows never grow there."""
+    if member.kind == "window":
+        return sum(t.nbytes(min(member.keep + (member.window or 0), capacity)) for t in member.tensors)
+    return member_bytes(member, capacity)
+
+
 def live_bytes(layout: Layout, rows: int, chunk: int = 1) -> int:
-    """Bytes of the caches of a sequence that has room for ``rows`` rows and is read in chunks of ``chunk``. What
-    growing and recurrent members allocate, and the most that the others do."""
-    total = 0
-    for m in layout.members:
-        held = member_rows(m, rows, chunk)
-        # a head's hidden states wait for it, so many at most
-        times = min(rows, max(chunk, HEAD_BEHIND)) if m.kind == "hidden" else 1
-        total += times * sum(t.nbytes(held) for t in m.tensors)
-    return total
+    """Bytes of the caches of a sequence that has room for ``rows`` rows and is read in chunks of ``chunk``."""
+    return sum(member_bytes(m, rows, chunk) for m in layout.members)
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,13 @@ class Memory:
                 freed += gone
         self._give_way()
         return freed
+
+    def move(self, owner: Hashable, name: str, to: str) -> None:
+        """What ``owner`` holds under ``name`` is held under ``to`` from now on: a restore that is done, for one."""
+        with self._lock:
+            nbytes = self._held.pop((name, owner), 0)
+            self._sums[name] -= nbytes
+            self.charge(to, owner, self._held.get((to, owner), 0) + nbytes)
 
     def held_by(self, owner: Hashable) -> int:
         """Bytes that are charged to ``owner``."""
@@ -268,24 +282,32 @@ class Memory:
         return live_bytes(self.live, rows, chunk) if self.live is not None and rows else 0
 
     def batch_bytes(self, slots: int, capacity: int) -> int:
-        """Bytes of a batch of ``slots`` slots with room for ``capacity`` rows each: so many sequences."""
-        return slots * self.sequence_bytes(capacity)
+        """Bytes of a batch of ``slots`` slots with room for ``capacity`` rows each, the heads of its rows too."""
+        return sum(self._batch_members((slots, capacity)))
 
     def join_peak(self, before: Shape | None, after: Shape, rows: int) -> int:
-        """Bytes at the peak of a join, in which a sequence with ``rows`` rows of room is copied into a batch that goes
-        from the shape ``before`` (slots, capacity; None: there was none) to ``after``: old batch, new one and the
-        sequence. Where the shape stays, arrays are written in place or copied one after the other."""
+        """Bytes at the peak of a join, in which a sequence with room for ``rows`` rows is copied into a batch that
+        goes from the shape ``before`` (slots, capacity; None: there was none) to ``after``."""
         old = self.batch_bytes(*before) if before is not None else 0
         return old + self.sequence_bytes(rows) + self.join_extra(before, after)
 
     def join_extra(self, before: Shape | None, after: Shape) -> int:
-        """The part of ``join_peak`` that is not charged as caches yet: what to charge as ``joins`` meanwhile."""
-        if before != after:
-            return self.batch_bytes(*after)
-        slots, capacity = after
-        members = self.live.members if self.live is not None else ()
-        return max((slots * t.nbytes(member_rows(m, capacity)) for m in members for t in m.tensors), default=0)
+        """The part of that peak which is not charged as caches yet: charge it as ``joins`` meanwhile. Members are
+        copied one after the other, each evaluated before the next: one of them exists twice at a time."""
+        new = self._batch_members(after)
+        old = self._batch_members(before) if before is not None else [0] * len(new)
+        extra = most = 0
+        for was, becomes in zip(old, new, strict=True):
+            most = max(most, extra + becomes)
+            extra += becomes - was
+        return most
 
-    def make_room(self, rows: int) -> None:
-        """Let the caches of the one sequence that runs have room for ``rows`` rows; 0: there is none."""
+    def _batch_members(self, shape: Shape) -> list[int]:
+        slots, capacity = shape
+        return [slots * batch_row_bytes(m, capacity) for m in (self.live.members if self.live is not None else ())]
+
+    def make_room(self, rows: int, ram: Ram | None) -> None:
+        """Let the caches of the one sequence that runs have room for ``rows`` rows (0: there is none); ``ram`` gives
+        way."""
+        self.ram = ram
         self.charge("caches", "alone", self.sequence_bytes(rows))
