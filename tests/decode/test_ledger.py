@@ -93,7 +93,7 @@ def test_what_cannot_be_charged_changes_nothing(device, name, nbytes):
     memory.check_integrity(())
 
 
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(ENTRIES), st.integers(0, 3), st.integers(0, 900), st.booleans()), max_size=30)
 )
