@@ -164,6 +164,8 @@ class Memory:
                 gone = self._held.pop((entry, owner), 0)
                 self._sums[entry] -= gone
                 freed += gone
+            if not self.reserved:
+                self._other = 0  # nobody's activations: RAM does not wait for the next measurement
         self._give_way()
         return freed
 
@@ -219,17 +221,19 @@ class Memory:
 
     # what fits
 
-    def room(self, need: int) -> Room:
+    def room(self, need: int, owner: Hashable | None = None) -> Room:
         """Whether ``need`` bytes more fit. RAM counts with what it cannot give up: what waits for the writer. While
         nothing runs, whatever would ever fit does, so that no request waits for nobody; under critical memory pressure
-        nothing does."""
+        nothing does. ``owner``: runs already and needs so much more than it holds. What it holds is no reason to wait,
+        and pressure does not end what runs."""
         with self._lock:
-            ever = self.weights + need <= self.limit
+            own = {name: self._held.get((name, owner), 0) for name in ENTRIES} if owner is not None else {}
+            ever = self.weights + sum(own.values()) + need <= self.limit
             pinned = self.ram.pinned if self.ram is not None else 0
             free = self.limit - sum(self._sums.values()) - self._other - pinned
-            idle = not any(self._sums[name] for name in RUNNING)
-            fits = admits(self._level) and (need <= free or (idle and ever))
-            return Room(fits, ever, need, max(0, free), self.limit)
+            alone = all(self._sums[name] == own.get(name, 0) for name in RUNNING)
+            may = owner is not None or admits(self._level)
+            return Room(may and (need <= free or (alone and ever)), ever, need, max(0, free), self.limit)
 
     def check_limit(self) -> None:
         """Raises ConfigError where not even the shortest request would fit beside the model."""

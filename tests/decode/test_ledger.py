@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxkv.cache.layout import MLX_DTYPE, probe
+from mlxkv.cache.batch import Batch
+from mlxkv.cache.layout import probe
 from mlxkv.cache.ram import Ram
 from mlxkv.cache.state import SequenceState
 from mlxkv.decode import pressure
@@ -215,6 +216,20 @@ def test_nobody_waits_for_nobody(device, records):
     assert not memory.room(1).fits
 
 
+def test_what_runs_may_grow_where_it_could_have_started(device):
+    """Its own memory is no reason to wait, others' is; memory pressure stops admissions, not answers."""
+    memory = device.memory(WEIGHTS + 100)
+    memory.charge("caches", "a", 40)
+    device.active, device.level = WEIGHTS + 80, CRITICAL
+    memory.measure()
+    assert not memory.room(5).fits
+    assert memory.room(60, "a").fits and not memory.room(61, "a").ever
+    memory.charge("caches", "b", 10)
+    assert memory.room(10, "a").fits and not memory.room(11, "a").fits and memory.room(60, "a").ever
+    memory.release("b")
+    assert memory.room(60, "a").fits
+
+
 # what is measured
 
 
@@ -231,6 +246,11 @@ def test_what_was_measured_besides_counts_until_it_is_gone(device, records):
     memory.measure()
     assert memory.other == 0 and ram.budget == 8 * size
     assert memory.room(8 * size).fits and not memory.room(8 * size + 1).fits
+    device.active = WEIGHTS + 9 * size
+    memory.measure()
+    assert memory.other == 7 * size and ram.budget == size
+    memory.release("a")
+    assert memory.other == 0 and ram.budget == 10 * size  # at once, although nothing is measured while idle
 
 
 def test_spare_buffers_go_first_once_it_is_too_much():
@@ -341,14 +361,42 @@ def test_a_sequence_takes_what_is_said(arch):
         assert set(seen) == {said}
 
 
-def test_a_batch_takes_what_is_said():
-    _, layout, memory = model_of("qwen3_5")
-    arrays = [mx.zeros((3, *t.sized(512)[1:]), MLX_DTYPE[t.dtype]) for m in layout.members for t in m.tensors]
-    assert memory.batch_bytes(3, 512) == sum(a.nbytes for a in arrays) == 3 * memory.sequence_bytes(512)
-    windowed = model_of("gemma3_text")[2]
-    assert windowed.batch_bytes(2, 512) == 2 * windowed.sequence_bytes(512)  # a ring of 8 is full long before
-    assert windowed.batch_bytes(2, 4) < 2 * windowed.sequence_bytes(4)  # no ring is larger than the batch is long
-    assert Memory(1, 0, None).batch_bytes(2, 512) == 0
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5", "falcon_h1", "nemotron_h", "lfm2", "gemma3_text"])
+@pytest.mark.parametrize("shape", [(1, 4), (3, 256), (4, 1024)])
+def test_a_batch_takes_what_is_said(arch, shape):
+    model, layout, memory = model_of(arch)
+    assert Batch(lambda: make_prompt_cache(model), layout, *shape).nbytes == memory.batch_bytes(*shape)
+    assert Memory(1, 0, None).batch_bytes(*shape) == 0
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5", "gemma3_text"])
+def test_a_join_peaks_where_it_is_said(arch):
+    """Measured on the device: a join, a wider batch, a narrower one. Small temporaries are not counted."""
+    model, layout, memory = model_of(arch)
+    make_cache = lambda: make_prompt_cache(model)  # noqa: E731
+    state = SequenceState.new(make_cache())
+    state.reserve(1024)
+    model(mx.array([tiny.ids(100)]), cache=state.caches)
+    state.advance(100)
+    state.settle()
+    mx.eval(state.live())
+    batch = Batch(make_cache, layout, 2, 2048)
+    batch.join(0, state)
+    shapes = [(2, 2048), (2, 2048), (4, 4096), (2, 2048)]
+    todo = [
+        lambda: batch.join(1, state),
+        lambda: batch.resize(4, 4096, {0: 0, 1: 1}),
+        lambda: batch.resize(2, 2048, {0: 0, 1: 1}),
+    ]
+    for before, after, work in zip(shapes, shapes[1:], todo, strict=False):
+        mx.synchronize()
+        start = mx.get_active_memory()
+        mx.reset_peak_memory()
+        work()
+        mx.synchronize()
+        extra = memory.join_extra(before, after)
+        assert 0.9 * extra <= mx.get_peak_memory() - start <= 1.02 * extra
+        assert batch.nbytes == memory.batch_bytes(*after)
 
 
 def test_a_join_holds_old_and_new_at_once():
