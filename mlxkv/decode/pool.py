@@ -17,6 +17,8 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from ..cache.layout import MLX_DTYPE, Layout
+from ..cache.recorder import Recorder
+from ..cache.state import Member
 from ..errors import MlxkvError
 
 Owner = Hashable
@@ -211,20 +213,18 @@ class Pool:
             self._release(queue)
 
     def check_integrity(self) -> None:
-        """Every slot is in exactly one place, and the tags say which. Raises IntegrityError."""
+        """Every slot is in exactly one place, and the lists and the tags agree. Raises IntegrityError."""
         queue = self._queue or []
-        for what, slots, stage in (("free", self._free, "free"), ("queued", queue, "queued")):
-            tagged = sorted(slot for slot, tag in enumerate(self._tags) if tag.stage == stage)
-            if sorted(slots) != tagged:
-                raise IntegrityError(f"The list of {what} slots is {sorted(slots)}, their tags say {tagged}.")
-        unowned = [s for s, t in enumerate(self._tags) if (t.owner is None) != (t.stage in ("free", "queued"))]
-        if unowned:
-            raise IntegrityError(
-                f"Slots {unowned} are {[str(self._tags[s]) for s in unowned]}: owner and stage differ."
-            )
-        total = sum(self.count().values())
-        if total != self.slots or len(self._tags) != self.slots:
-            raise IntegrityError(f"{total} slots are accounted for, the pool has {self.slots}.")
+        for stage, listed in (("free", self._free), ("queued", queue)):
+            tagged = [slot for slot, tag in enumerate(self._tags) if tag.stage == stage]
+            if sorted(listed) != tagged:
+                raise IntegrityError(f"Slots {sorted(listed)} are listed as {stage}, slots {tagged} are tagged so.")
+        for slot, tag in enumerate(self._tags):
+            if (tag.owner is None) != (tag.stage in ("free", "queued")):
+                raise IntegrityError(f"Slot {slot} is {tag.stage}, its owner is {tag.owner!r}.")
+        held = sum(tag.stage in ("owned", "captured") for tag in self._tags)
+        if len(self._free) + held + len(queue) != self.slots:
+            raise IntegrityError(f"{len(self._free)} free, {held} held, {len(queue)} queued: not {self.slots} slots.")
 
     def _check(self, slot: int, owner: Owner, transition: Transition) -> None:
         if not 0 <= slot < self.slots:
@@ -250,3 +250,55 @@ def _ints(indices: Any) -> list[int]:
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         raise PoolError(f"{indices!r} are not numbers of slots.")
     return values
+
+
+#: a recurrent slot of a batch: the cache object that holds it, and its number there
+Place = tuple[Any, int]
+
+
+def places(members: Sequence[Member], layout: Layout) -> list[Place]:
+    """Where the pool's tensors stand in a batch (or in one sequence), in the order of ``Pool.of``: with
+    ``[cache[number] for cache, number in places(...)]`` a step finds the states to capture."""
+    return [
+        (member.cache, int(tensor.name.rpartition(".slot")[2]))
+        for member, spec in zip(members, layout.members, strict=True)
+        if spec.kind == "recurrent"
+        for tensor in spec.tensors
+    ]
+
+
+class Tracked:
+    """States that steps captured for one row, for ``Recorder.flush``: an ``Inside`` (``cache.inside``).
+
+    ``at``: absolute position -> pool slot, captured for ``owner``. ``places``: where the pool's tensors stand in the
+    row's caches. The states are copied and evaluated here, so the slots may be freed from now on.
+    """
+
+    def __init__(self, pool: Pool, owner: Owner, at: Mapping[int, int], places: Sequence[Place]) -> None:
+        self.positions = tuple(sorted(at))
+        # by the cache object, which is held: its id stays its own
+        self._places = list(places)
+        self._arrays = {position: pool.read(at[position], owner) for position in self.positions}
+        mx.eval(self._arrays)
+
+    def slots(self, cache: Any, position: int) -> dict[int, mx.array]:
+        """Recurrent slot number -> array [1, ...] as ``cache`` held it at ``position``; empty for other caches."""
+        arrays = self._arrays.get(position, [])
+        return {n: a for (held, n), a in zip(self._places, arrays, strict=bool(arrays)) if held is cache}
+
+
+def keep(recorder: Recorder, pool: Pool, owner: Owner, at: Mapping[int, int], places: Sequence[Place]) -> None:
+    """Record the row up to where it stands, with the states captured since the last flush as rungs of the ladder, and
+    free their slots. Arguments are those of ``Tracked``; call it like ``Recorder.flush``, wherever that is called.
+
+    A state captured at the very position where the row stands is not *inside* what is flushed: it is the live one, and
+    is recorded as that.
+    """
+    here = recorder.state.position
+    try:
+        inside = {position: slot for position, slot in at.items() if position < here}
+        recorder.flush(Tracked(pool, owner, inside, places) if inside else None, dict.fromkeys(inside, "ladder"))
+        if here in at:
+            recorder.boundary(role="ladder")
+    finally:
+        pool.free(list(at.values()), owner)

@@ -125,3 +125,108 @@ def plan_arrays(
         rows.astype(mx.int32),
         mx.where(used, slot[rows], dummy).astype(mx.int32),
     )
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Positions whose state is wanted: first, 2·first, 4·first, … tokens, as ``cache.policy.ladder`` has them beyond
+    the end of a prompt, or with ``doubling`` off every ``first`` tokens. ``first`` 0: none."""
+
+    first: int
+    doubling: bool = True
+
+    def last(self, position: int) -> int:
+        """The last mark at or before ``position``; 0 if there is none."""
+        if self.first == 0 or position < self.first:
+            return 0
+        n = position // self.first
+        return self.first * (1 << (n.bit_length() - 1) if self.doubling else n)
+
+    def next(self, position: int) -> int:
+        """The first mark after ``position``; 0 if there is none."""
+        if self.first == 0:
+            return 0
+        last = self.last(position)
+        return self.first if last == 0 else 2 * last if self.doubling else last + self.first
+
+    def last_arrays(self, positions: mx.array) -> mx.array:
+        """``last`` of each of ``positions``, int32."""
+        if self.first == 0:
+            return mx.zeros_like(positions)
+        n = positions // self.first
+        if self.doubling:
+            for shift in (1, 2, 4, 8, 16):  # all bits below the highest
+                n = n | (n >> shift)
+            n = n - (n >> 1)
+        return n * self.first
+
+
+def next_rung(position: int, first: int, gap: int = 0) -> int:
+    """The first rung of the ladder (first·2^i tokens) that is after ``position`` and at least ``gap`` tokens away; 0
+    for none (``first`` 0). At the end of a prompt, ``gap`` is what ``cache.policy.ladder`` leaves free before it."""
+    return Marks(first).next(max(position, position + gap - 1))
+
+
+def crossing(before: int, accepted: int, marks: Marks) -> int | None:
+    """Which row of a verify step, counted from 0, leaves its state at a mark; None if none does.
+
+    before: tokens committed before the step. accepted: rows committed by it, the root included (1 for a plain step). Of
+    several marks crossed, the last. (``reference/state-handoff.md`` §B.3)
+    """
+    mark = marks.last(before + accepted)
+    return mark - before - 1 if mark > before else None
+
+
+def crossings(before: mx.array, accepted: mx.array, marks: Marks) -> tuple[mx.array, mx.array]:
+    """``crossing`` by row: (mask [rows] bool, row of the step [rows] int32, 0 where masked)."""
+    mark = marks.last_arrays(before + accepted)
+    mask = mark > before
+    return mask, mx.where(mask, mark - before - 1, 0)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of input rows that a step of several tokens a row leaves to a short convolution (§B.2).
+
+    chunk: only multiples of it, counted from where the row began, are tracked. width: rows of a window. carried: rows
+    of the window before that stand in front of each row's own input; 0 where the gather reads this step's input only.
+    """
+
+    chunk: int = 64
+    width: int = 3
+    carried: int = 0
+
+    def plan(
+        self, tracked: Sequence[int], prefix: Sequence[int], widths: Sequence[int], rows: int
+    ) -> tuple[list[list[int]], list[bool]]:
+        """([rows][width] numbers of input rows, mask [rows]).
+
+        tracked: absolute length to track by row. prefix: tokens before the step. widths: input rows of each, carried
+        ones included, one after the other in the step's input. rows: of the batch, padding included. A row whose window
+        does not lie inside its own input is masked; all numbers are in range.
+        """
+        live = min(rows, len(tracked), len(prefix), len(widths))
+        last = max(sum(widths[:live]) - 1, 0)
+        windows, mask, start = [[0] * self.width for _ in range(rows)], [False] * rows, 0
+        for row in range(live):
+            aligned = max(tracked[row] - prefix[row], 0) // self.chunk * self.chunk
+            first = start + self.carried + aligned - self.width
+            windows[row] = [min(max(first + i, 0), last) for i in range(self.width)]
+            mask[row] = aligned > 0 and self.width <= self.carried + aligned <= widths[row]
+            start += widths[row]
+        return windows, mask
+
+    def plan_arrays(
+        self, tracked: mx.array, prefix: mx.array, widths: mx.array, live: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """The same from arrays [rows] int32 of which the first ``live`` ([] int32) count: ([rows, width] int32, mask
+        [rows] bool)."""
+        row = mx.arange(widths.size)
+        widths = mx.where(row < live, widths, 0)
+        ends = mx.cumsum(widths)
+        aligned = mx.maximum(tracked - prefix, 0) // self.chunk * self.chunk
+        first = ends - widths + self.carried + aligned - self.width
+        windows = mx.clip(first[:, None] + mx.arange(self.width), 0, mx.maximum(ends[-1] - 1, 0))
+        there = self.carried + aligned
+        mask = (row < live) & (aligned > 0) & (there >= self.width) & (there <= widths)
+        return mx.where((row < live)[:, None], windows, 0), mask

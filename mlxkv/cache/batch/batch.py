@@ -41,6 +41,7 @@ class Batch:
         #: what the model is called with, ids [slots, 1]
         self.caches: list[Any] = self._forms(make_cache(), live)
         self._leaves: list[Form] = list(_leaves(self.caches))
+        self._heads = [form for form in self._leaves if isinstance(form, BatchHead)]
         self._counts = [len(form.arrays()) for form in self._leaves]
 
     def _forms(self, caches: list[Any], live: Layout) -> list[Any]:
@@ -194,17 +195,24 @@ class Batch:
         longest = max((self.positions[slot] for slot in self._rows), default=0) + 1
         return min(-(-longest // GRANULE) * GRANULE, self.capacity)
 
-    def begin(self, where: mx.array, columns: int | None) -> None:
-        """The model is about to be called with ``caches``. ``columns``: None to read all."""
+    def forward(
+        self, model: Callable[..., mx.array], ids: mx.array, where: mx.array, columns: int | None
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Call ``model`` with the next token of each slot: logits [slots, V], and what is to be given to ``shown``.
+
+        ids: [slots] int32. where: as ``where()`` made it. columns: how many are read, None for all. Rebinds
+        ``arrays()`` and keeps no other array of the step; ``advance()`` counts it.
+        """
         self._place.begin(where, columns)
         for form in self._leaves:
             form.begin()
-
-    def end(self) -> None:
-        """The model was called: no array of the step is kept, but those of ``arrays()``."""
-        for form in self._leaves:
-            form.end()
-        self._place.clear()
+        try:
+            logits = model(ids[:, None], cache=self.caches)[:, -1]
+            return logits, [a for form in self._heads for a in form.emitted()]
+        finally:
+            for form in self._leaves:
+                form.end()
+            self._place.clear()
 
     def advance(self) -> None:
         """Count the step that was built: every row stands one further."""
@@ -228,18 +236,14 @@ class Batch:
         """The recurrent arrays [slots, …], in the layout's order: what a step may track."""
         return [a for form in self._leaves if isinstance(form, BatchRecurrent) for a in form.arrays()]
 
-    def emitted(self) -> list[mx.array]:
-        """What the step shows to heads, beside its state."""
-        return [a for form in self._leaves if isinstance(form, BatchHead) for a in form.emitted()]
-
-    def shown(self, tokens: mx.array, emitted: list[mx.array]) -> None:
-        for form in self._leaves:
-            if isinstance(form, BatchHead):
-                form.shown(tokens, emitted)
+    def shown(self, ids: mx.array, emitted: list[mx.array]) -> None:
+        """Give heads what ``forward`` of these ``ids`` [slots] left for them."""
+        for form, hidden in zip(self._heads, emitted, strict=True):
+            form.shown(ids[:, None], hidden)
 
     def live(self) -> list[mx.array]:
         """All arrays that a step must evaluate."""
-        return self.arrays() + [a for form in self._leaves if isinstance(form, BatchHead) for a in form.live()]
+        return self.arrays() + [a for form in self._heads for a in form.live()]
 
     def hold(self) -> tuple[Any, ...]:
         """Second handles on all that the next step rebinds. While they live, MLX cannot donate the buffers. Rows must

@@ -45,7 +45,7 @@ class Form(ABC):
     def end(self) -> None:  # noqa: B027
         """The step was built: keep no array of it but the state."""
 
-    def hold(self) -> Any:
+    def hold(self) -> Any:  # noqa: B027
         """What ``put_back`` needs, beyond arrays."""
 
     def put_back(self, held: Any) -> None:  # noqa: B027

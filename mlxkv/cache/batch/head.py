@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..head import HeadCache, HeadHidden, HeadRows
 from ..member import Arrays, Member
-from .form import Form
+from .form import BatchError, Form
 from .place import Place, Seat
 
 if TYPE_CHECKING:
@@ -40,13 +40,15 @@ class BatchHead(Form):
         self.hidden = hidden
 
     def emitted(self) -> list[mx.array]:
-        """What a step gives beside its state, for ``shown``."""
+        """The hidden states of a step, for ``shown``."""
         hidden, self.hidden = self.hidden, None
-        return [] if hidden is None else [hidden]
+        if hidden is None:
+            raise BatchError("The model did not show its hidden states.")
+        return [hidden]
 
-    def shown(self, tokens: mx.array, emitted: list[mx.array]) -> None:
-        if emitted:
-            self._steps = (*self._steps, (tokens, emitted[0]))
+    def shown(self, tokens: mx.array, hidden: mx.array) -> None:
+        """``tokens`` [slots, 1] and ``hidden`` [slots, 1, H] of a step that was built."""
+        self._steps = (*self._steps, (tokens, hidden))
 
     def _tidy(self) -> None:
         if len(self._steps) >= MOST:

@@ -99,10 +99,7 @@ class BatchRows(Form, _BaseCache):
     def _resize(self, slots: int, columns: int, keep: dict[int, int], rows: dict[int, int]) -> None:
         self.columns = columns
         self.rebind(
-            {
-                name: moved(a, (slots, a.shape[1], columns, a.shape[3]), keep, rows)
-                for name, a in self.parts().items()
-            }
+            {name: moved(a, (slots, a.shape[1], columns, a.shape[3]), keep, rows) for name, a in self.parts().items()}
         )
 
 

@@ -23,7 +23,7 @@ def settled(cache: RotatingKVCache) -> tuple[Arrays, int]:
     """The rows that ``cache`` holds as its next step of one token finds them (at most ``max_size``, in the ring's own
     order), and the index it would write at; ``max_size`` where it wraps first."""
     keys, values, offset, keep, size, index = cache.state
-    if keys is None:
+    if keys is None or values is None:
         return {}, 0
     held = keys.shape[2]
     rows: Arrays = {"keys": keys, "values": values}
