@@ -76,16 +76,23 @@ def member_rows(member: MemberSpec, rows: int, chunk: int = 1) -> int:
     return rows
 
 
+def member_bytes(member: MemberSpec, rows: int, chunk: int = 1) -> int:
+    """Bytes of a member in such a sequence: what growing and recurrent ones allocate, the most that others do."""
+    # hidden states wait for the head, so many at most
+    times = min(rows, max(chunk, HEAD_BEHIND)) if member.kind == "hidden" else 1
+    return times * sum(t.nbytes(member_rows(member, rows, chunk)) for t in member.tensors)
+
+
+def batch_row_bytes(member: MemberSpec, capacity: int) -> int:
+    """Bytes that one slot of a batch has of a member; windows never grow there."""
+    if member.kind == "window":
+        return sum(t.nbytes(min(member.keep + (member.window or 0), capacity)) for t in member.tensors)
+    return member_bytes(member, capacity)
+
+
 def live_bytes(layout: Layout, rows: int, chunk: int = 1) -> int:
-    """Bytes of the caches of a sequence that has room for ``rows`` rows and is read in chunks of ``chunk``. What
-    growing and recurrent members allocate, and the most that the others do."""
-    total = 0
-    for m in layout.members:
-        held = member_rows(m, rows, chunk)
-        # a head's hidden states wait for it, so many at most
-        times = min(rows, max(chunk, HEAD_BEHIND)) if m.kind == "hidden" else 1
-        total += times * sum(t.nbytes(held) for t in m.tensors)
-    return total
+    """Bytes of the caches of a sequence that has room for ``rows`` rows and is read in chunks of ``chunk``."""
+    return sum(member_bytes(m, rows, chunk) for m in layout.members)
 
 
 @dataclass(frozen=True)
@@ -157,8 +164,17 @@ class Memory:
                 gone = self._held.pop((entry, owner), 0)
                 self._sums[entry] -= gone
                 freed += gone
+            if not self.reserved:
+                self._other = 0  # nobody's activations: RAM does not wait for the next measurement
         self._give_way()
         return freed
+
+    def move(self, owner: Hashable, name: str, to: str) -> None:
+        """What ``owner`` holds under ``name`` is held under ``to`` from now on: a restore that is done, for one."""
+        with self._lock:
+            nbytes = self._held.pop((name, owner), 0)
+            self._sums[name] -= nbytes
+            self.charge(to, owner, self._held.get((to, owner), 0) + nbytes)
 
     def held_by(self, owner: Hashable) -> int:
         """Bytes that are charged to ``owner``."""
@@ -205,17 +221,19 @@ class Memory:
 
     # what fits
 
-    def room(self, need: int) -> Room:
+    def room(self, need: int, owner: Hashable | None = None) -> Room:
         """Whether ``need`` bytes more fit. RAM counts with what it cannot give up: what waits for the writer. While
         nothing runs, whatever would ever fit does, so that no request waits for nobody; under critical memory pressure
-        nothing does."""
+        nothing does. ``owner``: runs already and needs so much more than it holds. What it holds is no reason to wait,
+        and pressure does not end what runs."""
         with self._lock:
-            ever = self.weights + need <= self.limit
+            own = {name: self._held.get((name, owner), 0) for name in ENTRIES} if owner is not None else {}
+            ever = self.weights + sum(own.values()) + need <= self.limit
             pinned = self.ram.pinned if self.ram is not None else 0
             free = self.limit - sum(self._sums.values()) - self._other - pinned
-            idle = not any(self._sums[name] for name in RUNNING)
-            fits = admits(self._level) and (need <= free or (idle and ever))
-            return Room(fits, ever, need, max(0, free), self.limit)
+            alone = all(self._sums[name] == own.get(name, 0) for name in RUNNING)
+            may = owner is not None or admits(self._level)
+            return Room(may and (need <= free or (alone and ever)), ever, need, max(0, free), self.limit)
 
     def check_limit(self) -> None:
         """Raises ConfigError where not even the shortest request would fit beside the model."""
@@ -268,20 +286,26 @@ class Memory:
         return live_bytes(self.live, rows, chunk) if self.live is not None and rows else 0
 
     def batch_bytes(self, slots: int, capacity: int) -> int:
-        """Bytes of a batch of ``slots`` slots with room for ``capacity`` rows each: so many sequences."""
-        return slots * self.sequence_bytes(capacity)
+        """Bytes of a batch of ``slots`` slots with room for ``capacity`` rows each, the heads of its rows too."""
+        return sum(self._batch_members((slots, capacity)))
 
     def join_peak(self, before: Shape | None, after: Shape, rows: int) -> int:
-        """Bytes at the peak of a join, in which a sequence with ``rows`` rows of room is copied into a batch that goes
-        from the shape ``before`` (slots, capacity; None: there was none) to ``after``: old batch, new one and the
-        sequence. Where the shape stays, arrays are written in place or copied one after the other."""
+        """Bytes at the peak of a join, in which a sequence with room for ``rows`` rows is copied into a batch that
+        goes from the shape ``before`` (slots, capacity; None: there was none) to ``after``."""
         old = self.batch_bytes(*before) if before is not None else 0
         return old + self.sequence_bytes(rows) + self.join_extra(before, after)
 
     def join_extra(self, before: Shape | None, after: Shape) -> int:
-        """The part of ``join_peak`` that is not charged as caches yet: what to charge as ``joins`` meanwhile."""
-        if before != after:
-            return self.batch_bytes(*after)
-        slots, capacity = after
-        members = self.live.members if self.live is not None else ()
-        return max((slots * t.nbytes(member_rows(m, capacity)) for m in members for t in m.tensors), default=0)
+        """The part of that peak which is not charged as caches yet: charge it as ``joins`` meanwhile. Members are
+        copied one after the other, each evaluated before the next: one of them exists twice at a time."""
+        new = self._batch_members(after)
+        old = self._batch_members(before) if before is not None else [0] * len(new)
+        extra = most = 0
+        for was, becomes in zip(old, new, strict=True):
+            most = max(most, extra + becomes)
+            extra += becomes - was
+        return most
+
+    def _batch_members(self, shape: Shape) -> list[int]:
+        slots, capacity = shape
+        return [slots * batch_row_bytes(m, capacity) for m in (self.live.members if self.live is not None else ())]

@@ -171,17 +171,6 @@ def rungs(max_len: int, *, lookahead: int = 0, first: int = FIRST_RUNG) -> tuple
     return tuple(found)
 
 
-def slot_rungs(max_rows: int) -> tuple[int, ...]:
-    """How many slots a batch may have: powers of two, and ``max_rows`` itself."""
-    powers = [1 << i for i in range(max_rows.bit_length()) if 1 << i < max_rows]
-    return (*powers, max_rows)
-
-
-def slots_for(rows: int, max_rows: int) -> int:
-    """The fewest slots that a batch of ``rows`` rows may have."""
-    return next(s for s in slot_rungs(max_rows) if s >= rows)
-
-
 @dataclass(frozen=True)
 class WarmUp:
     """Lengths of a warm-up run (§G.3), in tokens: decoding steps are ``width`` wide; a ``prompt`` is one longer, so
@@ -209,14 +198,13 @@ def warm_up(k: int = 0) -> WarmUp:
 
 
 def shapes(
-    max_len: int, max_rows: int, *, k: int = 0, drafter: str = "none", first: int = FIRST_RUNG
+    max_len: int, slots: Sequence[int], *, k: int = 0, drafter: str = "none", first: int = FIRST_RUNG
 ) -> tuple[tuple[int, int, int], ...]:
-    """Every (capacity, slots, width) that a decoding step can have with these settings: widths are 1 and, with a
-    drafter, k + 1; capacities come from ``ladder`` with that drafter's look-ahead."""
-    ahead = lookahead(drafter, k)
+    """Every (capacity, slots, width) that a decoding step can have with these settings: ``slots`` as batches come in,
+    widths 1 and, with a drafter, k + 1; capacities come from ``ladder`` with that drafter's look-ahead."""
     widths = (1,) if drafter == "none" or k == 0 else (1, k + 1)
-    capacities = rungs(max_len, lookahead=ahead, first=first)
-    return tuple((c, s, w) for c in capacities for s in slot_rungs(max_rows) for w in widths)
+    capacities = rungs(max_len, lookahead=lookahead(drafter, k), first=first)
+    return tuple((c, s, w) for c in capacities for s in slots for w in widths)
 
 
 def ring_rows(held: int, position: int, width: int, size: int) -> int:
