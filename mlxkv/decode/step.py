@@ -53,8 +53,7 @@ class Steps:
         #: how often a step was traced
         self.traces = 0
         self._shapes: OrderedDict[Key, _Shape] = OrderedDict()
-        self._last: tuple[Key, int] | None = None
-        self._steps = 0
+        self._last: _Shape | None = None
 
     def admit(self, batch: Batch, pool: Pool | None = None) -> None:
         """Rows of ``batch`` are about to be stepped: trace what is missing for its shape. Nothing is evaluated."""
@@ -92,23 +91,22 @@ class Steps:
         if key not in self._shapes:
             cpu = mx.default_device().type == mx.DeviceType.cpu
             wanted = self._compile == "on" or (self._compile == "auto" and not cpu)
-            self._shapes[key] = _Shape(key, wanted, timed=self._compile == "auto")
+            self._shapes[key] = _Shape(wanted)
         self._shapes.move_to_end(key)
         while len(self._shapes) > MOST:
             self._shapes.popitem(last=False)
         return self._shapes[key]
 
     def _choose(self, shape: _Shape) -> bool:
-        """Whether this step is compiled. Counts the time since the last one where nothing came between."""
-        now, number = time.perf_counter(), self._steps
-        self._steps += 1
+        """Whether this step is compiled."""
         if not shape.wants_compiled:
             return False
-        if shape.timed and shape.winner is None:
-            between = self._last == (shape.key, number - 1)
-            self._last = (shape.key, number)
-            return shape.next(now if between else None, now)
-        return shape.winner is not False
+        if self._compile == "on":
+            return True
+        if self._last is not shape:
+            shape.race.interrupt()  # a step of another batch came between
+        self._last = shape
+        return shape.race.next(time.perf_counter())
 
     def _check(
         self, shape: _Shape, batch: Batch, ids: mx.array, where: mx.array, track: Track, pool: Pool | None
@@ -149,7 +147,7 @@ class Steps:
         arrays = batch.arrays()
         shape.cell.append(batch)
         try:
-            # of the length that every call has: ids may come as int64 from one sampler, as int32 from another
+            # another dtype of ids would be another trace
             out = shape.function(ids.astype(mx.int32), where, track.arrays(), arrays, pool.arrays if pool else [])
             shape.traced = True
             return out
@@ -173,36 +171,47 @@ class Steps:
         return logits, emitted, batch.arrays(), pooled
 
 
-@dataclass
-class _Shape:
-    """What is known of one (capacity, slots, pool)."""
+class Race:
+    """Which kind of step is faster, found with steps that are made anyway: runs of either kind in turn. The time of a
+    step is that until the next one; the first ones of a run, and those something came between, do not count."""
 
-    key: Key
-    wants_compiled: bool
-    timed: bool
-    function: Any = None
-    cell: list[Batch] = field(default_factory=list)
-    traced: bool = False
-    checked: bool = False
-    #: whether compiled steps won; None while both are timed
-    winner: bool | None = None
-    _seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    _taken: int = 0
-    _before: float = 0.0
+    def __init__(self) -> None:
+        #: whether compiled steps won; None while both are timed
+        self.winner: bool | None = None
+        self._seconds: tuple[list[float], list[float]] = ([], [])
+        self._taken = 0
+        self._before: float | None = None
 
-    def next(self, now: float | None, started: float) -> bool:
-        """The kind of the next step while both are timed: runs of either in turn, and in each run the steps after the
-        first ones count. ``now``: None where something came between this step and the last."""
-        kind = (self._taken - 1) // _RUN % 2
-        if now is not None and self._taken and (self._taken - 1) % _RUN >= _SKIP:
-            self._seconds[kind].append(now - self._before)
-        self._before = started
+    def interrupt(self) -> None:
+        """Something else is done before the next step."""
+        self._before = None
+
+    def next(self, now: float) -> bool:
+        """Whether the step that begins ``now`` (seconds) is to be compiled."""
+        if self.winner is not None:
+            return self.winner
+        run, place = divmod(self._taken - 1, _RUN)  # of the step that ends now
+        if self._before is not None and place >= _SKIP:
+            self._seconds[run % 2].append(now - self._before)
+        self._before = now
         if self._taken >= 2 * _TURNS * _RUN and all(self._seconds):
             plain, compiled = (sorted(s)[len(s) // 4] for s in self._seconds)
             self.winner = compiled < _GAIN * plain
             return self.winner
         self._taken += 1
         return (self._taken - 1) // _RUN % 2 == 1
+
+
+@dataclass
+class _Shape:
+    """What is known of one (capacity, slots, pool)."""
+
+    wants_compiled: bool
+    function: Any = None
+    cell: list[Batch] = field(default_factory=list)
+    traced: bool = False
+    checked: bool = False
+    race: Race = field(default_factory=Race)
 
 
 def _same_bits(a: _Out, b: _Out) -> bool:

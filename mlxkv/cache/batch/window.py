@@ -76,7 +76,7 @@ class BatchWindow(BatchRows):
         if cache.offset != position or (cache.max_size, cache.keep) != (self.max_size, self.keep):
             raise BatchError(f"A window stands at {cache.offset}, its sequence at {position}.")
         rows, index = settled(cache)
-        if index != (position if position < self.max_size else index) or not self.keep <= index <= self.max_size:
+        if index != position if position < self.max_size else not self.keep <= index <= self.max_size:
             raise BatchError(f"A window of {self.max_size} rows at {position} would be written at {index}.")
         self._check_rows(rows, rows["keys"].shape[2])
 
