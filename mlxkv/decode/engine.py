@@ -25,6 +25,8 @@ log = logging.getLogger("mlxkv.engine")
 
 #: a second device failure within this many seconds ends the engine
 FAILURE_WINDOW = 60.0
+#: seconds between two looks at the memory while nothing is to be done
+IDLE_S = 1.0
 
 
 T = TypeVar("T")
@@ -282,7 +284,8 @@ class Engine:
                 if loop.idle:
                     self._watchdog.rest()
                     self._status = loop.status()
-                    self._wake.wait_for(lambda: self._queue or self._asked or self._closing)
+                    while not self._wake.wait_for(lambda: self._queue or self._asked or self._closing, IDLE_S):
+                        runtime.memory.measure()  # or an idle server would not notice that memory is short
                 if self._closing:
                     break
                 loop.tickets.extend(self._queue)

@@ -239,7 +239,7 @@ class Loop:
         """Look up, and start to read what is stored."""
         rt, store = self.rt, sequence.store
         rows = self._rows(sequence, not self.active)
-        allotment = self._allotments[sequence] = Allotment(rt, sequence, rows)
+        allotment = self._allotments[sequence] = Allotment(rt, sequence, rows, "restores" if store else "caches")
         rt.memory.release(sequence, "queue")
 
         if store is None:
@@ -266,6 +266,7 @@ class Loop:
                 self._fail(sequence, self._told(e))
 
     def _begun(self, sequence: Sequence, state: SequenceState, lookup: Lookup, plan: Plan) -> None:
+        self._allotments[sequence].restored()
         sequence.begin(state, lookup, plan)
         self.prefills[sequence] = Prefill(sequence, state)
 

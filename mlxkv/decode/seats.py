@@ -256,7 +256,7 @@ class Seats:
         capacity = self._capacity(max(need, self._rows_for(row.sequence, solo.state.position)))
         assert rt.live is not None
         if not rt.memory.held_by(self.pool):  # from now on: a step's graph has it, whether anybody tracks or not
-            fits(rt.memory, self.pool.full_nbytes, capacity)
+            fits(rt.memory, self.pool, self.pool.full_nbytes, capacity)
             rt.memory.charge("snapshots", self.pool, self.pool.full_nbytes)
         with self._paying(group, None, (slots, capacity)):
             batch = Batch(rt.make_cache, rt.live, slots, capacity)
@@ -290,7 +290,7 @@ class Seats:
         """A batch goes from one shape (slots, capacity) to another: both are there meanwhile. Raises MemoryFull."""
         memory = self._rt.memory
         extra = memory.join_extra(before, after)
-        fits(memory, extra, after[1])
+        fits(memory, group, extra, after[1])
         memory.charge("joins", group, extra)
         try:
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -26,8 +26,9 @@ class MemoryFull(EngineError):
 class Allotment:
     """The rows that the solo caches of a sequence have, charged in its name; they grow in steps of ``rows``."""
 
-    def __init__(self, rt: Runtime, sequence: Sequence, rows: int) -> None:
-        self._rt, self._sequence, self._step = rt, sequence, rows
+    def __init__(self, rt: Runtime, sequence: Sequence, rows: int, name: str = "caches") -> None:
+        """``name``: the ledger's entry that it is charged to at first."""
+        self._rt, self._sequence, self._step, self._name = rt, sequence, rows, name
         self.rows = 0
         self.hold(rows)
 
@@ -43,13 +44,19 @@ class Allotment:
     def hold(self, rows: int) -> None:
         memory = self._rt.memory
         self.rows = rows
-        memory.charge("caches", self._sequence, memory.sequence_bytes(rows, self._rt.chunk))
+        memory.charge(self._name, self._sequence, memory.sequence_bytes(rows, self._rt.chunk))
+
+    def restored(self) -> None:
+        """What was being filled is a running sequence's from now on."""
+        self._rt.memory.move(self._sequence, self._name, "caches")
+        self._name = "caches"
 
     def need(self, rows: int) -> None:
         """Its caches are about to have ``rows`` rows. Raises MemoryFull."""
         memory = self._rt.memory
         while rows > self.rows:
-            fits(memory, memory.sequence_bytes(self.rows + self._step) - memory.sequence_bytes(self.rows), rows)
+            more = memory.sequence_bytes(self.rows + self._step) - memory.sequence_bytes(self.rows)
+            fits(memory, self._sequence, more, rows)
             self.hold(self.rows + self._step)
 
     def give_back(self) -> None:
@@ -57,9 +64,9 @@ class Allotment:
         self._rt.memory.release(self._sequence, "caches")
 
 
-def fits(memory: Memory, need: int, rows: int) -> None:
-    """Raises MemoryFull unless there is room for ``need`` bytes more."""
-    room = memory.room(need)
+def fits(memory: Memory, owner: Hashable, need: int, rows: int) -> None:
+    """Raises MemoryFull unless there is room for ``need`` bytes more of ``owner``, which runs already."""
+    room = memory.room(need, owner)
     if not room.fits:
         raise MemoryFull(
             f"The answer has come to {rows:,} tokens and needs {room.need:,} bytes more; {room.free:,} of "
