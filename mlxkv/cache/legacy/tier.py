@@ -3,8 +3,8 @@
 The tokens of a request are looked for by oMLX's own keys; what passes the checks of an import is converted, held in
 RAM and handed to the writer, and the request resumes from it at once. Only folders that the user has vouched for
 (``mlxkv cache import DIR --assume-same-weights``) are asked. Nothing is ever written there, every fault is a miss, and
-one request spends at most ``SECONDS`` here: what is left is for the next one, or for the import. Belongs to the
-engine's thread.
+one request spends at most ``SECONDS`` here: what is left is for the next one, or for the import. Looking and reading
+may be done on another thread (``Fetch``); all else belongs to the engine's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import sqlite3
 import stat
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +24,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..layout import Layout
 from ..planner import Planner
 from ..ram import Draft
+from ..readers import Job, Readers
 from .commit import missing, take, there
 from .convert import Target
 from .header import HostileFile, Signature
@@ -55,7 +58,7 @@ _BLOCKS = 4096
 _CHAINS, _FILES, _PENDING = 1024, 65_536, 64
 
 
-class _Late(Exception):
+class Late(Exception):
     """The request's time is over."""
 
 
@@ -141,23 +144,43 @@ class LegacyTier:
         self._held: list[bytes] = []  # pinned for the last request, of a store that writes nothing
         self._journal: tuple[Ledger | None, Journal] | None = None
         self._useless: bool | None = None
+        #: of what is learned and remembered while one looks and reads
+        self.lock = threading.Lock()
+        self.readers = Readers(1, "mlxkv-legacy")
 
     def extend(self, store: PrefixStore, tokens: list[int], position: int) -> frozenset[bytes]:
         """Hand ``store`` what leads further along ``tokens`` than ``position``; the keys of what was handed over.
         Never raises."""
+        fetch = self.begin(store, tokens, position)
+        if fetch is None:
+            return frozenset()
+        fetch.look()
+        if fetch.choose(store):
+            fetch.read()
+            fetch.hand_over(store)
+        return fetch.keys
+
+    def begin(self, store: PrefixStore, tokens: list[int], position: int) -> Fetch | None:
+        """The same in steps; None if there is nobody to ask. Never raises."""
         self._let_go(store)
         try:
             if self._off(store):
-                return frozenset()
+                return None
             self._settle_quietly(store)
             self.counters.asked += 1
-            keys = self._extend(store, tokens, position)
-            self.counters.served += bool(keys)
-            return keys
-        except Exception as e:  # whatever stands in such a folder: a miss, never the request's failure
-            self.counters.faults += 1
-            log.warning("legacy folders give nothing for this request: %s: %s", type(e).__name__, e)
-            return frozenset()
+            # a place to stand at the very end of the prompt is of no use: its last token is computed
+            tokens = tokens[:] if store.layout.growing_only else tokens[:-1]
+            target = Target(store.space(), store.layout, store.identity, store.software)
+            folders = list(self._vouched(store))
+            return Fetch(self, target, folders, tokens, position, time.monotonic() + self.seconds) if folders else None
+        except Exception as e:
+            self.failed(e)
+            return None
+
+    def failed(self, e: Exception) -> None:
+        """Whatever stands in such a folder: a miss, never the request's failure."""
+        self.counters.faults += 1
+        log.warning("legacy folders give nothing for this request: %s: %s", type(e).__name__, e)
 
     def settle(self, store: PrefixStore) -> None:
         """Note in the journal what has become durable. Raises sqlite3.Error, OSError."""
@@ -225,43 +248,39 @@ class LegacyTier:
 
     # looking
 
-    def _extend(self, store: PrefixStore, tokens: list[int], position: int) -> frozenset[bytes]:
-        until = time.monotonic() + self.seconds
-
-        def tick() -> None:
-            if time.monotonic() > until:
-                raise _Late
-
-        # a place to stand at the very end of the prompt is of no use: its last token is computed
-        tokens = tokens if store.layout.growing_only else tokens[:-1]
+    def look(self, fetch: Fetch) -> None:
+        """Find what leads furthest. Raises Late."""
+        tokens, position = fetch.tokens, fetch.position
         try:
-            found = [f for folder in self._vouched(store) for f in self._find(folder, tokens, tick)]
-        except _Late:
-            log.warning("legacy folders take too long to look for this prompt in")
-            return frozenset()
+            found = [f for folder in fetch.folders for f in self._find(folder, tokens, fetch.tick)]
+        except Late:
+            if not fetch.stopped:
+                log.warning("legacy folders take too long to look for this prompt in")
+            raise
         for chain in sorted(found, key=lambda f: f.reach, reverse=True):
             mark = chain.mark
             if chain.reach <= position or self._known.get(mark, chain.reach) <= position:
                 continue
             files: list[Path] = []
             try:
-                outcome = self._follow(store, chain, tokens, files, tick)
-            except _Late:
-                self._remember(mark, 0)
-                log.warning(
-                    "the blocks of this prompt in %s take too long to check; mlxkv cache import has no limit",
-                    chain.folder.path,
-                )
-                return frozenset()
+                outcome = self._follow(fetch.target.layout, chain, tokens, files, fetch.tick)
+            except Late:
+                if not fetch.stopped:
+                    self.remember(mark, 0)
+                    log.warning(
+                        "the blocks of this prompt in %s take too long to check; mlxkv cache import has no limit",
+                        chain.folder.path,
+                    )
+                raise
             for i, why in outcome.refused.items():
                 if why.code == "OTHER_ROWS":  # a shorter prompt would not show it
                     self._refuse(file_of(chain.folder.path, chain.digests[i]), chain.at[i], why)
             lead = _leads(outcome.prefix)
-            self._remember(mark, lead)
+            self.remember(mark, lead)
             if outcome.prefix is not None and lead > position:
                 files += [file_of(chain.folder.path, chain.digests[i]) for i in outcome.used]
-                return self._hand_over(store, chain, outcome.prefix, files, until)
-        return frozenset()
+                fetch.found(chain, outcome.prefix, files)
+                return
 
     def _find(self, folder: _Folder, tokens: list[int], tick: Callable[[], None]) -> Iterator[_Found]:
         """The chains of a prompt of which anything is there, under every name and block size. ``tick`` may raise."""
@@ -298,14 +317,14 @@ class LegacyTier:
             tick()
 
     def _follow(
-        self, store: PrefixStore, chain: _Found, tokens: list[int], files: list[Path], tick: Callable[[], None]
+        self, layout: Layout, chain: _Found, tokens: list[int], files: list[Path], tick: Callable[[], None]
     ) -> Outcome:
         def find(i: int) -> Fitted | None:
             path = file_of(chain.folder.path, chain.digests[i])
             if i not in chain.at or self._refused.get(path) == chain.at[i]:
                 return None
             try:
-                return fit(read_block(path, chain.name.__eq__), store.layout)
+                return fit(read_block(path, chain.name.__eq__), layout)
             except Refused as e:
                 self._refuse(path, chain.at[i], e)
                 return None
@@ -317,7 +336,7 @@ class LegacyTier:
             self.counters.refused += 1
 
         looked_for = tokens[: chain.size * len(chain.digests)]
-        return follow(store.layout, looked_for, chain.size, find, spoiled, tick)
+        return follow(layout, looked_for, chain.size, find, spoiled, tick)
 
     def _refuse(self, path: Path, signature: Signature, why: Refused) -> None:
         """It is not read again until it is another file."""
@@ -327,7 +346,7 @@ class LegacyTier:
         if len(self._refused) > _FILES:
             self._refused.popitem(last=False)
 
-    def _remember(self, mark: bytes, lead: int) -> None:
+    def remember(self, mark: bytes, lead: int) -> None:
         self._known[mark] = lead
         self._known.move_to_end(mark)
         if len(self._known) > _CHAINS:
@@ -335,43 +354,31 @@ class LegacyTier:
 
     # handing over
 
-    def _hand_over(
-        self, store: PrefixStore, chain: _Found, prefix: Prefix, files: list[Path], until: float
-    ) -> frozenset[bytes]:
-        target = Target(store.space(), store.layout, store.identity, store.software)
-        records = {key: frozenset(sizes) for key, sizes in target.outline(prefix)}
-        planner = Planner(store.view, target.space, store.layout)
-        whole = False
+    def hand_over(self, store: PrefixStore, fetch: Fetch) -> frozenset[bytes]:
+        """Give the store what was read; the keys of it."""
         handed: dict[bytes, frozenset[str]] = {}
+        all_taken = False
 
-        def within() -> Iterator[list[Draft]]:
-            nonlocal whole
-            left = self.nbytes
-            for group in target.drafts(prefix, lambda key, kinds: there(store, planner, key, kinds)):
+        def groups() -> Iterator[list[Draft]]:
+            nonlocal all_taken
+            for group in fetch.groups:
                 handed.update((d.meta.key, frozenset(d.bodies)) for d in group)
-                size = sum(d.nbytes for d in group)
-                self.counters.bytes += size
+                self.counters.bytes += sum(d.nbytes for d in group)
                 yield group
-                left -= size
-                if left < 0 or time.monotonic() > until:
-                    log.info("%s: the rest of this prompt is left for the next request", chain.folder.path)
-                    return
-            whole = True
+            all_taken = True
 
-        taken = False
-        try:
-            if store.keeps:
-                taken = take(store, within(), wait=False).complete
-            else:
-                self._hold(store, within())
-        except Refused as e:  # rows that are not what they seemed to be: what came before them stays
-            self.counters.refused += 1
-            self._remember(chain.mark, 0)
-            log.info("legacy rows are not served: %s", e)
-        if whole and taken and files and len(self._pending) < _PENDING:
+        if store.keeps:
+            all_taken = take(store, groups(), wait=False).complete and all_taken
+        else:
+            self._hold(store, groups())
+            all_taken = False
+        chain, files = fetch.chain, fetch.files
+        if chain is not None and fetch.whole and all_taken and files and len(self._pending) < _PENDING:
             signatures = {file_of(chain.folder.path, chain.digests[i]): s for i, s in chain.at.items()}
             names = {relative_name(chain.folder.path, p): FileDigest(signatures[p], b"") for p in files}
-            self._pending.append(_Pending(chain.folder, target.space.root, names, {**records, **handed}))
+            records = {**fetch.records, **handed}
+            self._pending.append(_Pending(chain.folder, fetch.target.space.root, names, records))
+        self.counters.served += bool(handed)
         return frozenset(handed)
 
     def _hold(self, store: PrefixStore, groups: Iterable[list[Draft]]) -> None:
@@ -384,6 +391,108 @@ class LegacyTier:
     def _let_go(self, store: PrefixStore) -> None:
         held, self._held = self._held, []
         store.ram.unpin(held)
+
+
+@dataclass
+class Fetch:
+    """What legacy folders are asked for one request. ``look`` and ``read`` may run on any thread, one after the other,
+    see host bytes only, and never raise; between and after them the engine's thread compares with what the store has
+    (``choose``) and gives it the rest (``hand_over``). ``until``: when it has to be done, ``time.monotonic()``."""
+
+    tier: LegacyTier
+    target: Target
+    folders: list[_Folder]
+    tokens: list[int]
+    position: int
+    until: float
+    #: nobody wants it any more; any thread may say so
+    stopped: bool = False
+    chain: _Found | None = None
+    prefix: Prefix | None = None
+    #: what the prefix was read from, and what is made of all of it
+    files: list[Path] = field(default_factory=list)
+    records: dict[bytes, frozenset[str]] = field(default_factory=dict)
+    groups: list[list[Draft]] = field(default_factory=list)
+    whole: bool = False
+    #: what was handed over
+    keys: frozenset[bytes] = frozenset()
+    _there: set[bytes] = field(default_factory=set)
+    _chosen: bool = False
+
+    def start(self) -> Job:
+        """Have the first step done elsewhere."""
+        return self._elsewhere(self.look)
+
+    def go_on(self, store: PrefixStore) -> Job | None:
+        """A step was done: what is to be done elsewhere next; None: all is done, as ``keys`` says."""
+        if not self._chosen and self.choose(store):
+            return self._elsewhere(self.read)
+        if self._chosen:
+            self.hand_over(store)
+        return None
+
+    def _elsewhere(self, step: Callable[[], None]) -> Job:
+        job = Job([step])
+        self.tier.readers.submit(job)
+        return job
+
+    def tick(self) -> None:
+        """Raises Late."""
+        if self.stopped or time.monotonic() > self.until:
+            raise Late
+
+    def look(self) -> None:
+        with self.tier.lock:
+            try:
+                self.tick()
+                self.tier.look(self)
+            except Late:
+                pass
+            except Exception as e:
+                self.tier.failed(e)
+
+    def found(self, chain: _Found, prefix: Prefix, files: list[Path]) -> None:
+        self.chain, self.prefix, self.files = chain, prefix, files
+        self.records = {key: frozenset(sizes) for key, sizes in self.target.outline(prefix)}
+
+    def choose(self, store: PrefixStore) -> bool:
+        """Leave out what the store has; False if nothing was found. Never raises."""
+        if self.prefix is None:
+            return False
+        try:
+            planner = Planner(store.view, self.target.space, store.layout)
+            self._there = {key for key, kinds in self.records.items() if there(store, planner, key, kinds)}
+        except Exception as e:
+            self.tier.failed(e)
+            return False
+        self._chosen = True
+        return True
+
+    def read(self) -> None:
+        assert self.chain is not None and self.prefix is not None
+        left = self.tier.nbytes
+        with self.tier.lock:
+            try:
+                for group in self.target.drafts(self.prefix, lambda key, kinds: key in self._there):
+                    self.groups.append(group)
+                    left -= sum(d.nbytes for d in group)
+                    if left < 0 or self.stopped or time.monotonic() > self.until:
+                        log.info("%s: the rest of this prompt is left for the next request", self.chain.folder.path)
+                        return
+                self.whole = True
+            except Refused as e:  # rows that are not what they seemed to be: what came before them stays
+                self.tier.counters.refused += 1
+                self.tier.remember(self.chain.mark, 0)
+                log.info("legacy rows are not served: %s", e)
+            except Exception as e:
+                self.tier.failed(e)
+
+    def hand_over(self, store: PrefixStore) -> None:
+        """Never raises."""
+        try:
+            self.keys = self.tier.hand_over(store, self)
+        except Exception as e:
+            self.tier.failed(e)
 
 
 def _leads(prefix: Prefix | None) -> int:
