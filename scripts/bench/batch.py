@@ -168,6 +168,8 @@ def main() -> int:
         del os.environ[name]
     if options.memory:
         return child(*options.memory)
+    if options.smollm2 is None:
+        parser.error("--smollm2 is needed")
     quick = options.quick
     demo = Case("demo model", EMBEDDED, tokens=160, long=4096, settle=32, most=512)
     smol = Case("SmolLM2", options.smollm2, tokens=24, long=1024, settle=6, most=160)
@@ -180,6 +182,8 @@ def main() -> int:
         "beside, SmolLM2": lambda e, m: beside(smol, e, m, many[3]),
     }
     results: list[Result] = []
+    if options.only is not None and not any(options.only in title for title in (*parts, "memory")):
+        parser.error(f"no part is named {options.only}: there are {'; '.join(parts)}; memory")
 
     def wanted(title: str) -> bool:
         if options.only is not None and options.only not in title:

@@ -63,8 +63,8 @@ def resident() -> int:
 
 
 def requests(seed: int) -> Any:
-    """(request, whether it is cancelled), without end: three in ten have a prompt of the last 40, three in a hundred
-    are cancelled."""
+    """(request, what becomes of it), without end: three in ten have a prompt of the last 40, two in a hundred are
+    cancelled at once and two when they have begun."""
     chance = random.Random(seed)
     recent: deque[list[int]] = deque(maxlen=40)
     while True:
@@ -74,7 +74,7 @@ def requests(seed: int) -> Any:
             prompt = [chance.randrange(50, 1900) for _ in range(chance.randrange(40, 240))]
             recent.append(prompt)
         sampling = SamplingParams(max_tokens=chance.randrange(1, 6))
-        yield Request(tokens=prompt, sampling=sampling), chance.random() < 0.03
+        yield Request(tokens=prompt, sampling=sampling), chance.choices(("", "at once", "begun"), (96, 2, 2))[0]
 
 
 def serve(engine: mlxkv.Engine, store: PrefixStore, source: Any, count: int) -> None:
@@ -93,6 +93,8 @@ def serve(engine: mlxkv.Engine, store: PrefixStore, source: Any, count: int) -> 
             end()
         request, cancelled = next(source)
         under_way.append(engine.submit(request))
+        if cancelled == "begun":
+            under_way[-1].next_event()
         if cancelled:
             under_way[-1].cancel()
     while under_way:
