@@ -84,7 +84,7 @@ def test_columns_follow_the_buffers():
 lengths = st.lists(st.integers(1, 70_000), min_size=1, max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(lengths, st.integers(1, 16))
 def test_any_rows_are_put_in_groups_that_are_full_enough(lengths, most):
     rows = [Row(i, length) for i, length in enumerate(lengths)]
@@ -99,7 +99,7 @@ def test_any_rows_are_put_in_groups_that_are_full_enough(lengths, most):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(lengths.map(lambda found: found[:16]), min_size=1, max_size=5), st.data())
 def test_regrouping_comes_to_rest_and_loses_nobody(shapes, data):
-    groups = {
+    groups: dict[object, Group] = {
         i: Group(i, max(bucket(len(found)), data.draw(st.sampled_from((1, 16)))), rows, data.draw(st.integers(0, 50)))
         for i, found in enumerate(shapes)
         for rows in [tuple(Row((i, k), length) for k, length in enumerate(found))]

@@ -145,3 +145,11 @@ def test_steps_that_take_the_whole_gap_leave_a_prompt_a_share():
         pace.step_took(4, 256, 0.5)
     rung = next_chunk(LADDER, pace, 0.25, 0, prefilling=1, groups=[(4, 256)] * 2)
     assert 0.1 < GPU.reading(rung) <= 0.2
+
+
+def test_the_steps_of_a_turn_are_counted():
+    pace = shown(*((384, p) for p in range(0, 4000, 384)), (16, 4000))
+    for _ in range(3):
+        pace.step_took(4, 256, 0.15)
+    assert chosen(pace) == 96  # 0.05 s beside 0.15; the next rung, 128, would be past 0.85 × 0.25
+    assert next_chunk(LADDER, pace, 0.5, 0, prefilling=1, groups=[(4, 256)] * 2) == 256  # 0.114 s beside 0.3
