@@ -5,7 +5,6 @@ Masks are packed: uint32 [ceil(vocabulary / 32)], bit i % 32 of word i // 32 is 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Protocol
 
 import mlx.core as mx
@@ -53,14 +52,7 @@ def unpack(mask: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
-@lru_cache(maxsize=1)
-def _places() -> mx.array:
-    places = mx.arange(32, dtype=mx.uint32)
-    mx.eval(places)
-    return places
-
-
 def apply(logits: mx.array, mask: np.ndarray) -> mx.array:
     """``logits`` [1, vocabulary], float, with -inf where ``mask`` (packed) forbids the token. Lazy."""
-    bits = (mx.array(mask)[:, None] >> _places()) & 1
-    return mx.where(bits.reshape(1, -1)[:, : logits.shape[-1]].astype(mx.bool_), logits, -float("inf"))
+    bits = np.unpackbits(mask.view(np.uint8), count=logits.shape[-1], bitorder="little")
+    return mx.where(mx.array(bits.view(np.bool_)), logits, -float("inf"))  # type: ignore[arg-type]

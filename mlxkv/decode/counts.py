@@ -1,18 +1,17 @@
-"""Which token ids were seen and how often: what penalties look at, as arrays that a step may copy."""
+"""Which token ids were seen and how often: what penalties look at."""
 
 from __future__ import annotations
 
 from collections import deque
 
-import mlx.core as mx
 import numpy as np
 
 
 class Counts:
     """Distinct ids of the last ``window`` tokens (None: of all) and their counts.
 
-    Host arrays with room to grow, so that one token costs the same after a hundred thousand of them and a step copies
-    as many ids as there are distinct ones: at most the vocabulary.
+    Host arrays with room to grow, so that one token costs the same after a hundred thousand of them, and a step at most
+    a copy of the vocabulary's size.
     """
 
     def __init__(self, tokens: list[int], window: int | None = None) -> None:
@@ -51,10 +50,10 @@ class Counts:
                 self._ids[at], self._counts[at] = moved, self._counts[last]
                 self._place[moved] = at
 
-    def ids(self) -> mx.array:
-        """int32 [distinct], each id once."""
-        return mx.array(self._ids[: len(self)])
+    def ids(self) -> np.ndarray:
+        """int32 [distinct], each id once; the next token may change it."""
+        return self._ids[: len(self)]
 
-    def counts(self) -> mx.array:
-        """float32 [distinct], in the order of ``ids``."""
-        return mx.array(self._counts[: len(self)])
+    def counts(self) -> np.ndarray:
+        """float32 [distinct], in the order of ``ids``; the next token may change it."""
+        return self._counts[: len(self)]

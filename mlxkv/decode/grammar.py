@@ -1,59 +1,65 @@
 """Grammars: what an answer must match, compiled by llguidance for one tokenizer.
 
-Hostile grammars: llguidance's parser limits bound the work of compiling and of one mask, but not its recursion over
-chains of rules (a few thousand end the process) nor the states of a long regular expression (quadratic in its length).
-So the text is bounded here first.
+llguidance's parser limits bound the work of a mask; what compiling may cost is bounded in ``grammar_text``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ..errors import DeadEnd, RequestError
+from ..errors import DeadEnd, EngineError, RequestError
 from .constraint import Constraint, pack
+from .grammar_text import written
 from .request import Grammar
 from .text import plain
 
 log = logging.getLogger("mlxkv.grammar")
 
-#: bytes of a JSON schema; of any text inside it (a pattern); of a regular expression or Lark grammar
-MAX_SCHEMA, MAX_INNER, MAX_TEXT = 64 << 10, 8 << 10, 16 << 10
-#: references in a schema, definitions in a Lark grammar
-MAX_LINKS = 500
 #: compiled grammars that are remembered
 KEPT = 16
-#: between the tokens of JSON; without an end to it, a model may write spaces for ever
-SPACE = r"[ \t\r\n]{1,40}"
+#: bytes of stack for a compiler that calls itself once for each rule of a chain, some 8 KB each: the longest text that
+#: is taken has less than 7,000
+STACK = 256 << 20
+_one_at_a_time = threading.Lock()
 
 
 class Grammars:
-    """Grammars of one model. The tokenizer is prepared at the first use (about a second for 150,000 tokens). Belongs to
-    the engine's thread."""
+    """Grammars of one model. The tokenizer is prepared at the first use, which takes a second or two for a large one;
+    ``prepare`` does it before. Any thread may use this (no array of MLX is made); a constraint has one user."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Iterable[int]) -> None:
         """``vocab_size``: how many logits the model gives, which may be more than the tokenizer has tokens."""
         self._source, self._vocab_size = tokenizer, vocab_size
         self._eos = sorted(t for t in eos if 0 <= t < vocab_size)
         self._vocabulary: Vocabulary | None = None
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, GrammarConstraint] = OrderedDict()
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """A new constraint at the start of ``grammar``. Raises RequestError for a grammar, or a tokenizer, that cannot
         be compiled, with llguidance's reason."""
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(self._source, self._vocab_size, self._eos)
-        start = self._compiled.pop(grammar, None) or _compile(grammar, self._vocabulary)
-        self._compiled[grammar] = start
-        while len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
-        return start.fork()
+        vocabulary = self.prepare()
+        with self._lock:
+            start = self._compiled.pop(grammar, None) or _compile(grammar, vocabulary)
+            self._compiled[grammar] = start
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return start.fork()
+
+    def prepare(self) -> Vocabulary:
+        """Raises RequestError for a tokenizer that llguidance does not read."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._source, self._vocab_size, self._eos)
+            return self._vocabulary
 
 
 class Vocabulary:
@@ -72,8 +78,9 @@ class Vocabulary:
         said["padding"] = said["truncation"] = None
         ids = np.fromiter(backend.get_vocab(with_added_tokens=True).values(), np.int64)
         width = max(vocab_size, int(ids.max()) + 1)
+        known = [t for t in eos if t in ids]  # an end token may be one of the padding
         try:
-            self.tokenizer = LLTokenizer(json.dumps(said), n_vocab=width, eos_token=eos or None)
+            self.tokenizer = LLTokenizer(json.dumps(said), n_vocab=width, eos_token=known or None)
         except Exception as e:  # whatever it raises for kinds of tokenizers that it does not know
             raise RequestError(f"grammar cannot be used with this model's tokenizer: {e}.", param="grammar") from e
         self.words = -(-vocab_size // 32)
@@ -86,17 +93,28 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> GrammarConstraint:
     from llguidance import LLMatcher, LLParserLimits
 
     started = time.monotonic()
-    try:
-        matcher = LLMatcher(
-            vocabulary.tokenizer,
-            _written(grammar),
-            log_level=0,
-            limits=LLParserLimits(verbose_errors=False, max_lexer_states=50_000),
-        )
-    except ValueError as e:
-        raise RequestError(f"grammar ({grammar.kind}) cannot be read: {e}.", param="grammar") from e
+    text = written(grammar)
+    limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+    made: list[Any] = []
+
+    def work() -> None:
+        made.append(LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits))
+
+    thread = threading.Thread(target=work, name="mlxkv-grammar", daemon=True)
+    with _one_at_a_time:
+        usual = threading.stack_size(STACK)
+        try:
+            thread.start()
+        except RuntimeError as e:
+            raise EngineError(f"A grammar cannot be compiled: {e}.") from e
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if not made:
+        raise RequestError(f"grammar ({grammar.kind}) cannot be compiled.", param="grammar")
+    matcher = made[0]
     if matcher.is_error():
-        raise RequestError(f"grammar ({grammar.kind}) does not compile: {matcher.get_error()}", param="grammar")
+        raise RequestError(f"grammar ({grammar.kind}) does not compile: {_brief(matcher)}", param="grammar")
     start = GrammarConstraint(matcher, vocabulary)
     try:
         start.mask()
@@ -106,51 +124,10 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> GrammarConstraint:
     return start
 
 
-def _written(grammar: Grammar) -> str:
-    """The grammar in llguidance's own form. Raises RequestError for one that is too large, ValueError for no JSON."""
-    from llguidance import LLMatcher
-
-    text = grammar.text
-    size = len(text.encode("utf-8", "surrogatepass"))
-    _bound(grammar, "bytes", size, MAX_SCHEMA if grammar.kind == "json_schema" else MAX_TEXT)
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    if grammar.kind == "lark":
-        _bound(grammar, "definitions (colons)", text.count(":"), MAX_LINKS)
-        return LLMatcher.grammar_from_lark(text)
-    if grammar.kind == "json_schema":
-        schema = json.loads(text)
-        strings = list(_strings(schema))
-        _bound(
-            grammar,
-            "bytes in one text",
-            max((len(s.encode("utf-8", "surrogatepass")) for s in strings), default=0),
-            MAX_INNER,
-        )
-        _bound(grammar, "references", sum("$ref" in s or "$dynamicRef" in s for s in strings), MAX_LINKS)
-    else:
-        text = '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
-
-
-def _bound(grammar: Grammar, what: str, found: int, most: int) -> None:
-    if found > most:
-        raise RequestError(
-            f"grammar ({grammar.kind}) is too large: {found:,} {what}, at most {most:,} are taken.", param="grammar"
-        )
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, names too."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            waiting += [*value, *value.values()]
-        elif isinstance(value, list):
-            waiting += value
+def _brief(matcher: Any) -> str:
+    """llguidance's reason; it may quote the whole grammar."""
+    said = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return said if len(said) <= 500 else said[:500] + " …"
 
 
 class GrammarConstraint:
@@ -181,7 +158,7 @@ class GrammarConstraint:
                 return self._mask
             words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._vocabulary.words]
             if self._matcher.is_error():
-                raise DeadEnd(f"The grammar cannot go on: {self._matcher.get_error()}")
+                raise DeadEnd(f"The grammar cannot go on: {_brief(self._matcher)}")
             mask = words & self._vocabulary.text
             self._mask = mask | self._vocabulary.eos if self._matcher.is_accepting() else mask
         return self._mask
@@ -197,7 +174,7 @@ class GrammarConstraint:
         if not (0 <= token < 32 * len(allowed) and _has(allowed, token)):
             raise DeadEnd(f"Token {token} does not follow what the grammar has so far.")
         if not _has(self._vocabulary.eos, token) and not self._matcher.consume_token(token):
-            raise DeadEnd(f"The grammar cannot go on: {self._matcher.get_error()}")
+            raise DeadEnd(f"The grammar cannot go on: {_brief(self._matcher)}")
         self._tokens.append(token)
         self._mask = None
 
@@ -215,7 +192,7 @@ class GrammarConstraint:
         del self._tokens[len(self._tokens) - n :]
         self._mask = None
         if text and not self._matcher.rollback(text):
-            raise DeadEnd(f"The grammar cannot go back: {self._matcher.get_error()}")
+            raise DeadEnd(f"The grammar cannot go back: {_brief(self._matcher)}")
 
 
 def _has(mask: np.ndarray, token: int) -> bool:

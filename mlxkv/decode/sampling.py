@@ -26,6 +26,10 @@ _MASK = 2**64 - 1
 UNLIKELY = -9999.0
 
 
+#: distinct tokens up to which a penalty is scattered into the logits; a scatter of more costs more than a whole row
+FEW = 1024
+
+
 def _mix(seed: int, index: int) -> int:
     """A 64-bit key for one token (SplitMix64, Steele et al. 2014)."""
     z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
@@ -101,11 +105,19 @@ class Sampler:
             logits = logits.at[:, ids].add(values)
         if self._recent:
             ids = self._recent.ids()
-            seen = logits[:, ids]
-            logits[:, ids] = mx.where(seen < 0, seen * p.repetition_penalty, seen / p.repetition_penalty)
+            if len(ids) > FEW:
+                seen = mx.array(_spread(ids, np.ones(len(ids), np.bool_), logits.shape[-1]))
+                logits = mx.where(seen, _repeated(logits, p.repetition_penalty), logits)
+            else:
+                places = mx.array(ids)
+                logits[:, places] = _repeated(logits[:, places], p.repetition_penalty)
         if self._generated:
-            paid = self._generated.counts() * p.frequency_penalty + p.presence_penalty
-            logits = logits.at[:, self._generated.ids()].subtract(paid)
+            ids = self._generated.ids()
+            paid = self._generated.counts() * np.float32(p.frequency_penalty) + np.float32(p.presence_penalty)
+            if len(ids) > FEW:
+                logits = logits - mx.array(_spread(ids, paid, logits.shape[-1]))
+            else:
+                logits = logits.at[:, mx.array(ids)].subtract(mx.array(paid))
         return logits if self._allowed is None else apply(logits, self._allowed)
 
     def _draw(self, logits: mx.array) -> mx.array:
@@ -119,6 +131,17 @@ class Sampler:
             logprobs = apply_top_k(logprobs, self._top_k)
         key = mx.random.key(_mix(self._seed, self._index))
         return mx.random.categorical(logprobs * (1.0 / p.temperature), key=key)
+
+
+def _repeated(logits: mx.array, penalty: float) -> mx.array:
+    return mx.where(logits < 0, logits * penalty, logits / penalty)
+
+
+def _spread(ids: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """[size], ``values`` at ``ids``, nothing elsewhere."""
+    out = np.zeros(size, values.dtype)
+    out[ids] = values
+    return out
 
 
 @dataclass(frozen=True)
