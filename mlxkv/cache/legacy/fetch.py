@@ -30,8 +30,8 @@ class Late(Exception):
 
 @dataclass
 class Fetch:
-    """``look`` and ``read`` may run on any thread, one after the other, see host bytes only, and never raise; between and
-    after them the engine's thread compares with what the store has (``choose``) and gives it the rest (``hand_over``).
+    """``look`` and ``read`` may run on any thread, one after the other, see host bytes only, and never raise; between
+    and after them the engine's thread compares with what the store has (``choose``) and gives it the rest.
     ``until``: when it has to be done, ``time.monotonic()``; waiting for other requests counts."""
 
     tier: LegacyTier
