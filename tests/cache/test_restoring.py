@@ -107,7 +107,10 @@ def left_behind(store) -> list[str]:
         with contextlib.suppress(OSError):
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
     found = [link for link in links if link.startswith(str(store.folder.records))]
-    found += [t.name for t in threading.enumerate() if t.name.startswith("mlxkv-reader") and t.is_alive()]
+    for thread in threading.enumerate():
+        if thread.name.startswith("mlxkv-reader"):
+            thread.join(PATIENCE)  # it was told to end
+            found += [thread.name] if thread.is_alive() else []
     if store.restores.pinned or store.restores.under_way or store.restores._leaving:
         found.append("pins")
     return found
@@ -341,10 +344,11 @@ def test_many_at_once_take_turns(tmp_path):
 
 def test_the_first_of_several_errors_counts():
     """Tasks of a job end in any order; which of their errors it tells does not depend on that."""
-    late, seen = threading.Event(), []
+    begun, late, seen = threading.Event(), threading.Event(), []
 
     def fails(name: str, wait: bool = False):
         def task() -> None:
+            begun.set()
             assert not wait or late.wait(PATIENCE)
             seen.append(name)
             raise ValueError(name)
@@ -354,8 +358,7 @@ def test_the_first_of_several_errors_counts():
     job = Job([fails("a", wait=True), fails("b"), fails("c")])
     other = threading.Thread(target=job.step)
     other.start()
-    while job.left == 3:
-        pass
+    assert begun.wait(PATIENCE)
     assert job.step() and not job.ended
     late.set()
     other.join(PATIENCE)
@@ -373,3 +376,24 @@ def test_without_threads_it_is_done_all_the_same(monkeypatch):
     job = Job([lambda: done.append(1), lambda: done.append(2)])
     Readers().submit(job)
     assert done == [1, 2] and job.ended
+
+
+def test_the_store_is_busy_while_any_request_runs_or_restores(tmp_path, gate):
+    """Else pieces are merged, and tips written, in between."""
+    model = MODELS["mixed"]
+    store = stored(model, tmp_path / "c")
+    assert not store._busy()
+    gate.hold(records(tmp_path / "c"))
+    under = begin(model, store)
+    under_way(gate, under)
+    assert store._busy()
+    gate.open.set()
+    state, _, plan = driven(under)
+    one = store.recorder(state, list(TOKENS), plan, mx.synchronize)
+    other, _, plan = store.restore(store.lookup(TOKENS[:9]), TOKENS[:9], fresh(model), 16)
+    two = store.recorder(other, TOKENS[:9], plan, mx.synchronize)
+    two.drop()
+    assert store._busy(), "the first still runs"
+    one.commit(everything=True)
+    assert not store._busy()
+    store.close()

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..layout import Layout
-from ..planner import Planner
 from ..ram import Draft
-from ..readers import Job, Readers
-from .commit import missing, take, there
+from ..readers import Readers
+from .commit import missing, take
 from .convert import Target
+from .fetch import Fetch, Late
 from .header import HostileFile, Signature
 from .journal import FileDigest, Journal, NoRoom
 from .omlx_chain import Outcome, follow
@@ -58,10 +58,6 @@ _BLOCKS = 4096
 _CHAINS, _FILES, _PENDING = 1024, 65_536, 64
 
 
-class Late(Exception):
-    """The request's time is over."""
-
-
 @dataclass
 class Counters:
     """Of this process: requests that asked, those that were served, files refused, faults, bytes handed over."""
@@ -74,7 +70,7 @@ class Counters:
 
 
 @dataclass
-class _Folder:
+class Folder:
     path: Path
     consent: bool = False
     said: bool = False
@@ -93,11 +89,11 @@ class _Folder:
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """Blocks of a prompt in a folder, of the model ``name``: ``at`` says which of ``digests`` are there, in which
     state."""
 
-    folder: _Folder
+    folder: Folder
     name: str
     size: int
     digests: list[bytes]
@@ -120,7 +116,7 @@ class _Found:
 class _Pending:
     """What was handed over whole, and waits to be durable: ``files`` by their names in the journal."""
 
-    folder: _Folder
+    folder: Folder
     root: bytes
     files: dict[str, FileDigest]
     records: dict[bytes, frozenset[str]]
@@ -137,7 +133,7 @@ class LegacyTier:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self._folders: dict[Path, _Folder] = {}  # by where they really are
+        self._folders: dict[Path, Folder] = {}  # by where they really are
         self._known: OrderedDict[bytes, int] = OrderedDict()  # a chain's mark -> how far it leads
         self._refused: OrderedDict[Path, Signature] = OrderedDict()
         self._pending: list[_Pending] = []
@@ -162,7 +158,8 @@ class LegacyTier:
 
     def begin(self, store: PrefixStore, tokens: list[int], position: int) -> Fetch | None:
         """The same in steps; None if there is nobody to ask. Never raises."""
-        self._let_go(store)
+        if store.restores.under_way <= 1:  # else another request's may not have been read yet
+            self._let_go(store)
         try:
             if self._off(store):
                 return None
@@ -215,11 +212,11 @@ class LegacyTier:
                 log.warning("legacy folders are not asked: %s: %s", why.code, why.detail)
         return self._useless
 
-    def _vouched(self, store: PrefixStore) -> Iterator[_Folder]:
+    def _vouched(self, store: PrefixStore) -> Iterator[Folder]:
         for path in self.dirs:
             # a link may lead elsewhere since the last request, where nobody has vouched for anything
             real = Path(os.path.realpath(path))
-            folder = self._folders.setdefault(real, _Folder(real))
+            folder = self._folders.setdefault(real, Folder(real))
             if not folder.path.is_dir():
                 if not folder.said:
                     folder.said = True
@@ -282,7 +279,7 @@ class LegacyTier:
                 fetch.found(chain, outcome.prefix, files)
                 return
 
-    def _find(self, folder: _Folder, tokens: list[int], tick: Callable[[], None]) -> Iterator[_Found]:
+    def _find(self, folder: Folder, tokens: list[int], tick: Callable[[], None]) -> Iterator[Found]:
         """The chains of a prompt of which anything is there, under every name and block size. ``tick`` may raise."""
         self._learn(folder, tick)
         for size in folder.sizes:
@@ -297,9 +294,9 @@ class LegacyTier:
                         if stat.S_ISREG(info.st_mode):
                             at[i] = Signature.of(info)
                 if at:
-                    yield _Found(folder, name, size, listed, at)
+                    yield Found(folder, name, size, listed, at)
 
-    def _learn(self, folder: _Folder, tick: Callable[[], None]) -> None:
+    def _learn(self, folder: Folder, tick: Callable[[], None]) -> None:
         """Names and block sizes that a few of the folder's files say, beside those that are always tried. Where
         ``tick`` raises, the next request goes on."""
         if folder.sample is None:
@@ -317,7 +314,7 @@ class LegacyTier:
             tick()
 
     def _follow(
-        self, layout: Layout, chain: _Found, tokens: list[int], files: list[Path], tick: Callable[[], None]
+        self, layout: Layout, chain: Found, tokens: list[int], files: list[Path], tick: Callable[[], None]
     ) -> Outcome:
         def find(i: int) -> Fitted | None:
             path = file_of(chain.folder.path, chain.digests[i])
@@ -391,108 +388,6 @@ class LegacyTier:
     def _let_go(self, store: PrefixStore) -> None:
         held, self._held = self._held, []
         store.ram.unpin(held)
-
-
-@dataclass
-class Fetch:
-    """What legacy folders are asked for one request. ``look`` and ``read`` may run on any thread, one after the other,
-    see host bytes only, and never raise; between and after them the engine's thread compares with what the store has
-    (``choose``) and gives it the rest (``hand_over``). ``until``: when it has to be done, ``time.monotonic()``."""
-
-    tier: LegacyTier
-    target: Target
-    folders: list[_Folder]
-    tokens: list[int]
-    position: int
-    until: float
-    #: nobody wants it any more; any thread may say so
-    stopped: bool = False
-    chain: _Found | None = None
-    prefix: Prefix | None = None
-    #: what the prefix was read from, and what is made of all of it
-    files: list[Path] = field(default_factory=list)
-    records: dict[bytes, frozenset[str]] = field(default_factory=dict)
-    groups: list[list[Draft]] = field(default_factory=list)
-    whole: bool = False
-    #: what was handed over
-    keys: frozenset[bytes] = frozenset()
-    _there: set[bytes] = field(default_factory=set)
-    _chosen: bool = False
-
-    def start(self) -> Job:
-        """Have the first step done elsewhere."""
-        return self._elsewhere(self.look)
-
-    def go_on(self, store: PrefixStore) -> Job | None:
-        """A step was done: what is to be done elsewhere next; None: all is done, as ``keys`` says."""
-        if not self._chosen and self.choose(store):
-            return self._elsewhere(self.read)
-        if self._chosen:
-            self.hand_over(store)
-        return None
-
-    def _elsewhere(self, step: Callable[[], None]) -> Job:
-        job = Job([step])
-        self.tier.readers.submit(job)
-        return job
-
-    def tick(self) -> None:
-        """Raises Late."""
-        if self.stopped or time.monotonic() > self.until:
-            raise Late
-
-    def look(self) -> None:
-        with self.tier.lock:
-            try:
-                self.tick()
-                self.tier.look(self)
-            except Late:
-                pass
-            except Exception as e:
-                self.tier.failed(e)
-
-    def found(self, chain: _Found, prefix: Prefix, files: list[Path]) -> None:
-        self.chain, self.prefix, self.files = chain, prefix, files
-        self.records = {key: frozenset(sizes) for key, sizes in self.target.outline(prefix)}
-
-    def choose(self, store: PrefixStore) -> bool:
-        """Leave out what the store has; False if nothing was found. Never raises."""
-        if self.prefix is None:
-            return False
-        try:
-            planner = Planner(store.view, self.target.space, store.layout)
-            self._there = {key for key, kinds in self.records.items() if there(store, planner, key, kinds)}
-        except Exception as e:
-            self.tier.failed(e)
-            return False
-        self._chosen = True
-        return True
-
-    def read(self) -> None:
-        assert self.chain is not None and self.prefix is not None
-        left = self.tier.nbytes
-        with self.tier.lock:
-            try:
-                for group in self.target.drafts(self.prefix, lambda key, kinds: key in self._there):
-                    self.groups.append(group)
-                    left -= sum(d.nbytes for d in group)
-                    if left < 0 or self.stopped or time.monotonic() > self.until:
-                        log.info("%s: the rest of this prompt is left for the next request", self.chain.folder.path)
-                        return
-                self.whole = True
-            except Refused as e:  # rows that are not what they seemed to be: what came before them stays
-                self.tier.counters.refused += 1
-                self.tier.remember(self.chain.mark, 0)
-                log.info("legacy rows are not served: %s", e)
-            except Exception as e:
-                self.tier.failed(e)
-
-    def hand_over(self, store: PrefixStore) -> None:
-        """Never raises."""
-        try:
-            self.keys = self.tier.hand_over(store, self)
-        except Exception as e:
-            self.tier.failed(e)
 
 
 def _leads(prefix: Prefix | None) -> int:
