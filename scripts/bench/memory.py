@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,7 @@ def sample(store: PrefixStore) -> dict[str, Any]:
         "ram": store.ram.nbytes,
         "folder": sum(p.stat().st_size for p in store.folder.path.rglob("*") if p.is_file()),
         "written": store.writer.counters.written_bytes,
+        "faults": sum(store.writer.counters.faults.values()),
         "fault": store.writer.counters.last_fault,
     }
 
@@ -156,8 +158,9 @@ def memory(first: int, last: int, ram: int, disk: int) -> list[Result]:
     begin, end = samples[0], samples[-1]
     held = f"RAM tier {begin['ram'] / ram:.0%}, store {begin['folder'] / disk:.0%} of the budget after {first:,}"
     full = begin["ram"] >= FULL * ram and begin["folder"] >= FULL * disk and begin["written"] > disk
-    if fault := next((s["fault"] for s in samples if s["fault"]), ""):
-        held, full = f"{held}; {fault}", False
+    full &= all(a["written"] < b["written"] for a, b in pairwise(samples))  # and goes on taking in
+    if fault := end["fault"]:
+        held += f"; {end['faults']} not written, the last: {fault}"
     out = []
     for key, (name, bar) in bars.items():
         note = ", ".join(f"{s['done']:,}: {s[key] / 2**20:.1f} MB" for s in samples) + f"; {held}"
@@ -167,5 +170,5 @@ def memory(first: int, last: int, ram: int, disk: int) -> list[Result]:
         if full:
             out.append(counted(f"{name}, {what}", end[key] / begin[key], bar, note))
         else:
-            out.append(unshown(f"{name}, {what}", bar, f"not full, or writing failed: {note}"))
+            out.append(unshown(f"{name}, {what}", bar, f"not full, or nothing is written: {note}"))
     return out
