@@ -20,6 +20,9 @@ CLOSE = 1.25
 REST = 32
 #: columns are computed in multiples of this many
 GRANULE = 64
+#: a row counts as at least so long: a step of another group, which reads all weights again, costs more than the
+#: attention to so many columns
+SHORT = 512
 
 
 def bucket(n: int) -> int:
@@ -29,8 +32,8 @@ def bucket(n: int) -> int:
 
 
 def rounded(length: int) -> int:
-    """Columns that ``length`` tokens take: the next multiple of ``GRANULE``, at least one of it."""
-    return max(1, -(-length // GRANULE)) * GRANULE
+    """Columns that a row of ``length`` tokens counts for: the next multiple of ``GRANULE``, at least ``SHORT``."""
+    return max(SHORT, -(-length // GRANULE) * GRANULE)
 
 
 @dataclass(frozen=True)

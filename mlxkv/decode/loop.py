@@ -197,7 +197,7 @@ class Loop:
         try:
             if sequence in self.restoring:
                 self.restoring.pop(sequence).cancel()
-                sequence.finish("cancelled")
+                sequence.fail(EngineError("The request was cancelled before it started."))
             elif sequence in self.prefills:
                 prefill = self.prefills.pop(sequence)
                 mx.eval(prefill.state.live())

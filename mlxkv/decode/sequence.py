@@ -178,10 +178,10 @@ class Sequence:
             piece += self._stops.feed(self._detokenizer.finish())
             piece += self._stops.finish()
             self._cut = self._stops.hit
+        self.text += piece
         return piece, reason
 
     def say(self, piece: str, token: int, logprob: TokenLogprob | None = None) -> None:
-        self.text += piece
         self.ticket.put(Delta(piece, [token], () if logprob is None else (logprob,)))
 
     def cancelled(self) -> bool:
