@@ -7,8 +7,8 @@ import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests import headed, tiny
 from tests.decode import cancels as cancelling
@@ -49,14 +49,13 @@ def many(folder: Path, rng: random.Random, seconds: float) -> Many:
 
 def one(result: Many, name: str, folder: Path, rng: random.Random) -> None:
     where, seed = folder / f"many-{name}", rng.randrange(1 << 32)
-    measure = partial(equal.measure, requests=rng.randint(8, 40), max_rows=rng.choice((3, 16)))
     if name in equal.KINDS:
-        model, bound, make_cache = equal.of_kind(name, where / "model")
-        measure = partial(measure, bound=bound, make_cache=make_cache)
+        how: dict[str, Any] = equal.of_kind(name, where / "model")
     else:
         model = headed.make(where / "model") if name == "a head" else tiny.make(name, where / "model")
-        measure = partial(measure, bound=equal.bound_of(name))
-    report = measure(model, where, random.Random(seed))
+        how = {"model": model, "bound": equal.bound_of(name)}
+    how |= {"requests": rng.randint(8, 40), "max_rows": rng.choice((3, 16))}
+    report = equal.measure(folder=where, rng=random.Random(seed), **how)
     shutil.rmtree(where)
     result.asked[name] += report.asked
     result.given_up += report.given_up

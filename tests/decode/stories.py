@@ -20,8 +20,11 @@ FAR = 260
 class Stories:
     """``alone`` answers a request, so that stop strings are texts that come, and answers can be gone on with."""
 
-    def __init__(self, rng: random.Random, alone: Callable[[Request], Completion], longest: int = 70) -> None:
-        self.rng, self.alone, self.longest = rng, alone, longest
+    def __init__(
+        self, rng: random.Random, alone: Callable[[Request], Completion], longest: int = 70, far: int = FAR
+    ) -> None:
+        """longest: tokens of most prompts; far: by how many a few are longer."""
+        self.rng, self.alone, self.longest, self.far = rng, alone, longest, far
         self.pool: list[list[int]] = []
 
     def take(self, n: int) -> list[Request]:
@@ -59,7 +62,7 @@ class Stories:
             if rng.random() < 0.06:
                 tail[i] = tiny.EOS
         tokens = [*base, *tail][: self.longest]
-        return tokens if rng.random() < 0.92 else [*tokens, *tiny.ids(FAR, seed=rng.randrange(1 << 30))]
+        return tokens if rng.random() < 0.92 else [*tokens, *tiny.ids(self.far, seed=rng.randrange(1 << 30))]
 
 
 #: small enough to be met or left unmet within an answer

@@ -24,9 +24,8 @@ def test_each_gets_what_it_gets_alone(tiny_model, tmp_path, arch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_state_in_company(tmp_path, kind):
-    model, bound, make_cache = of_kind(kind, tmp_path / "model")
     rng = random.Random(f"{kind} 1")
-    check(measure(model, tmp_path, rng, requests=8, bound=bound, make_cache=make_cache))
+    check(measure(folder=tmp_path, rng=rng, requests=8, **of_kind(kind, tmp_path / "model")))
 
 
 def test_chunked_caches_in_company(tiny_model, tmp_path):
