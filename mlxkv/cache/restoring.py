@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .legacy.tier import Fetch
     from .store import PrefixStore
 
-#: what reads so few bytes is done before ``begin`` returns: starting threads would take as long
-AT_ONCE = 1 << 20
+#: what reads so few bytes (a millisecond or two) is done before ``begin`` returns: with threads it would take longer
+AT_ONCE = 4 << 20
 #: bytes of destinations that are made in one step: fresh memory costs a system some 0.3 s a GB
 PORTION = 32 << 20
 #: how long closing waits for threads that read, seconds: a disk may not answer
