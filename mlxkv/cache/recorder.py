@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +27,9 @@ from .ram import Draft
 from .record import Body, HostArrays, Meta
 from .state import Member, PositionError, SequenceState
 from .tiers import Handover
+
+if TYPE_CHECKING:
+    from .batch.batch import RowState
 
 log = logging.getLogger("mlxkv.cache")
 
@@ -64,7 +67,8 @@ class Recorder:
     """``tokens`` is the sequence's own list (prompt, then generated ids) and may grow. ``handover`` takes finished
     groups; ``stored`` says whether a key is stored with all its rows, and with a state."""
 
-    state: SequenceState
+    #: of a sequence on its own caches, or of its row in a batch: whichever it has now
+    state: SequenceState | RowState
     tokens: list[int]
     space: KeySpace
     layout: Layout
