@@ -279,6 +279,12 @@ class Engine:
         from .loop import Loop
 
         loop = Loop(runtime, self._options, self._failed)
+
+        def publish() -> None:
+            with self._wake:
+                self._status = loop.status()
+
+        loop.changed = publish
         while True:
             with self._wake:
                 if loop.idle:
@@ -298,12 +304,10 @@ class Engine:
             if self._broken is not None:
                 self._give_up(loop)
                 return
-            with self._wake:
-                self._status = loop.status()
+            publish()
         with self._watchdog.turn():
             loop.close()
-        with self._wake:
-            self._status = loop.status()
+        publish()
 
     def _failed(self, e: BaseException) -> EngineError:
         """What a request is told that failed without a reason of our own. Gives back the memory of the failed and tries

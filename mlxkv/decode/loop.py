@@ -54,6 +54,8 @@ class Loop:
         #: rows of the caches of those who do not decode yet
         self._allotments: dict[Sequence, Allotment] = {}
         self._steps, self._step_s = 0, 0.0
+        #: told when somebody was admitted, within a turn
+        self.changed: Callable[[], None] = lambda: None
 
     # what others see
 
@@ -117,6 +119,7 @@ class Loop:
         self._receive()
         self._leave()
         self._admit()
+        self.changed()
         self._restore()
         groups = self.groups
         step = self._rounds.next(groups) if groups else None
@@ -246,7 +249,7 @@ class Loop:
             self._begun(sequence, allotment.fresh(), Lookup(0, "none", "off", 0), Plan())
             return
         started = time.monotonic()
-        plan = store.lookup(sequence.prompt.tokens, sequence.request.salt)
+        plan = store.lookup(sequence.prompt.tokens, sequence.request.salt, legacy=False)
         looked = time.monotonic()
         sequence.lookup_s = looked - started
         sequence.restoring_since = looked

@@ -2,7 +2,7 @@
 
 Both are the same Python function of explicit arrays: ids, where the rows stand, which rows are tracked, the state, the
 pool. It gives back the logits and all that changed; nothing else is kept of a step, so that MLX can write into the old
-arrays' memory once the caller has let go of them too. Tracking is always part of it, with inert lanes when nobody
+arrays' memory once the caller has let go of them too. Tracking is always part of a trace, with inert lanes when nobody
 tracks: what a trace lacks once, it lacks for ever.
 
 A compiled step reads all columns of a batch (shapes are frozen), a plain one only as many as the longest row has.
@@ -42,9 +42,9 @@ class Steps:
     """The steps of one engine. ``compile``: on, off, or auto, which on a GPU times both with the first steps of each
     shape and keeps the faster.
 
-    On a CPU auto never compiles: measured, a compiled step saves 3 to 10 %, and the first of each shape waits up to
-    11 s for its kernels to be built. In ``exact`` a compiled step is used only where its results have the bits of a
-    plain one.
+    On a CPU auto never compiles: measured, a compiled step takes 10 to 20 % less, but the first of each shape waits up
+    to half a minute for its kernels to be built. In ``exact`` a compiled step is used only where its results have the
+    bits of a plain one.
     """
 
     def __init__(self, model: Callable[..., mx.array], *, compile: Compile = "auto") -> None:
@@ -59,12 +59,11 @@ class Steps:
         """Rows of ``batch`` are about to be stepped: trace what is missing for its shape. Nothing is evaluated."""
         shape = self._shape(batch, pool)
         if shape.wants_compiled and not shape.traced:
-            where, n = batch.where(), batch.slots
-            track = Track.of(n, pool.dummy if pool else 0)
-            self._compiled(shape, batch, mx.zeros((n,), mx.int32), where, track, pool)
+            self._compiled(shape, batch, mx.zeros((batch.slots,), mx.int32), batch.where(), None, pool)
 
-    def run(self, batch: Batch, ids: mx.array, track: Track, pool: Pool | None = None) -> mx.array:
+    def run(self, batch: Batch, ids: mx.array, track: Track | None = None, pool: Pool | None = None) -> mx.array:
         """Lazy logits [slots, V] of the tokens ``ids`` [slots] int32; what a free slot is given does not matter.
+        ``track``: None where no row captures.
 
         ``batch`` and ``pool.arrays`` are rebound and every row stands one further. Keep no reference to their old
         arrays (``Batch.hold``) when the result is evaluated, and evaluate ``batch.live()`` and ``pool.arrays`` with it.
@@ -83,6 +82,10 @@ class Steps:
         if pool is not None:
             pool.arrays = pooled
         return logits
+
+    def interrupt(self) -> None:
+        """Something else was done since the last step: the time until the next one says nothing."""
+        self._last = None
 
     # which of the two
 
@@ -109,7 +112,7 @@ class Steps:
         return shape.race.next(time.perf_counter())
 
     def _check(
-        self, shape: _Shape, batch: Batch, ids: mx.array, where: mx.array, track: Track, pool: Pool | None
+        self, shape: _Shape, batch: Batch, ids: mx.array, where: mx.array, track: Track | None, pool: Pool | None
     ) -> None:
         """Trace; in ``exact``, compare one step of both kinds. A model that cannot be traced is stepped plainly."""
         shape.checked = True
@@ -125,16 +128,17 @@ class Steps:
     # the step
 
     def _plain(
-        self, shape: _Shape, batch: Batch, ids: mx.array, where: mx.array, track: Track, pool: Pool | None
+        self, shape: _Shape, batch: Batch, ids: mx.array, where: mx.array, track: Track | None, pool: Pool | None
     ) -> _Out:
         arrays = batch.arrays()
         try:
-            return self._step(batch, batch.columns(), ids, where, track.arrays(), arrays, pool.arrays if pool else [])
+            tracked = track.arrays() if track is not None else []
+            return self._step(batch, batch.columns(), ids, where, tracked, arrays, pool.arrays if pool else [])
         finally:
             batch.bind(arrays)
 
     def _compiled(
-        self, shape: _Shape, batch: Batch, ids: mx.array, where: mx.array, track: Track, pool: Pool | None
+        self, shape: _Shape, batch: Batch, ids: mx.array, where: mx.array, track: Track | None, pool: Pool | None
     ) -> _Out:
         if shape.function is None:
             cell: list[Batch] = []  # a trace is of shapes: it keeps no batch
@@ -144,6 +148,8 @@ class Steps:
                 return self._step(cell[0], None, *args)
 
             shape.function, shape.cell = mx.compile(step), cell
+        if track is None:  # always there: a trace without it would never track
+            track = Track.of(batch.slots, pool.dummy if pool else 0)
         arrays = batch.arrays()
         shape.cell.append(batch)
         try:
@@ -167,7 +173,7 @@ class Steps:
     ) -> _Out:
         batch.bind(arrays)
         logits, emitted = batch.forward(self._model, ids, where, columns)
-        pooled = scatter(pool, batch.states(), Track.bind(track)) if pool else []
+        pooled = scatter(pool, batch.states(), Track.bind(track)) if track and pool else pool
         return logits, emitted, batch.arrays(), pooled
 
 

@@ -44,7 +44,7 @@ class Place:
         self.columns: int | None = None
         self._offsets: mx.array | None = None
         self._after: mx.array | None = None
-        self._writes: dict[int, mx.array] = {}
+        self._writes: dict[tuple[int, int, int], mx.array] = {}
         self._masks: dict[tuple[int, int | None, int], mx.array] = {}
 
     def begin(self, where: mx.array, columns: int | None) -> None:
@@ -76,16 +76,16 @@ class Place:
         assert self._where is not None
         return self._where[1 + ring.number]
 
-    def writes(self, ring: Ring | None = None) -> mx.array:
-        """[slots, 1, 1, 1]: the column to write, in ``ring`` or, for growing rows, at the position."""
-        number = -1 if ring is None else ring.number
-        if number not in self._writes:
+    def writes(self, heads: int, width: int, ring: Ring | None = None) -> mx.array:
+        """[slots, heads, 1, width]: the column to write, in ``ring`` or, for growing rows, at the position."""
+        key = (-1 if ring is None else ring.number, heads, width)
+        if key not in self._writes:
             at = self.offsets
             if ring is not None:
                 index = self.index(ring)
                 at = mx.where(index == ring.max_size, ring.keep, index)
-            self._writes[number] = at[:, None, None, None]
-        return self._writes[number]
+            self._writes[key] = mx.broadcast_to(at[:, None, None, None], (at.size, heads, 1, width))
+        return self._writes[key]
 
     def read(self, capacity: int) -> int:
         """How many of ``capacity`` columns attention reads."""

@@ -14,7 +14,7 @@ from ..kinds import Concatenated, Growing, Quantised
 from ..layout import MLX_DTYPE, MemberSpec, tensor_name
 from ..member import Member
 from .form import BatchError, Form, moved
-from .place import Place, Seat
+from .place import Place, Ring, Seat
 
 
 def empty(spec: MemberSpec, slots: int, columns: int) -> dict[str, mx.array]:
@@ -35,15 +35,6 @@ def filled(rows: mx.array, columns: int) -> mx.array:
     return mx.concatenate([rows, zeros], axis=2)
 
 
-def write(array: mx.array, at: mx.array, new: mx.array) -> mx.array:
-    """``array`` [slots, heads, columns, width] with ``new`` [slots, heads, 1, width] at columns ``at`` [slots, 1, 1,
-    1]. In place once nobody else holds it; of the ways to write (scatter, one slice_update a row, where) the fastest on
-    a CPU from two rows on, at any capacity."""
-    if array.shape[-1] == 0:  # a member that keeps keys only
-        return array
-    return mx.put_along_axis(array, at, new.astype(array.dtype), axis=2)
-
-
 class BatchRows(Form, _BaseCache):
     """What growing rows and windows share: arrays with columns that take one token a step."""
 
@@ -57,6 +48,16 @@ class BatchRows(Form, _BaseCache):
 
     def end(self) -> None:
         self.offset = None
+
+    def write(self, array: mx.array, new: mx.array, ring: Ring | None = None) -> mx.array:
+        """``array`` [slots, heads, columns, width] with ``new`` [slots, heads, 1, width] at each row's own column.
+
+        In place once nobody else holds it. Of the ways to write (scatter, one slice_update a row, where) the fastest on
+        a CPU from two rows on, at any capacity."""
+        if array.shape[3] == 0:  # a member that keeps keys only
+            return array
+        at = self.place.writes(array.shape[1], array.shape[3], ring)
+        return mx.put_along_axis(array, at, new.astype(array.dtype), axis=2)
 
     def parts(self) -> dict[str, mx.array]:
         raise NotImplementedError
@@ -122,8 +123,7 @@ class BatchGrowing(BatchRows):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """``keys``, ``values``: [slots, heads, 1, width]."""
-        at = self.place.writes()
-        self.keys, self.values = write(self.keys, at, keys), write(self.values, at, values)
+        self.keys, self.values = self.write(self.keys, keys), self.write(self.values, values)
         self.offset = self.place.after
         return self.keys_and_values()
 
@@ -185,11 +185,10 @@ class BatchQuantised(BatchGrowing):
         self.keys, self.values = (tuple(parts[f"{name}.{p}"] for p in self._PARTS) for name in ("keys", "values"))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        at = self.place.writes()
 
         def add(held: Any, new: mx.array) -> tuple[mx.array, ...]:
             packed = mx.quantize(new, group_size=self.group_size, bits=self.bits)
-            return tuple(write(a, at, p) for a, p in zip(held, packed, strict=True))
+            return tuple(self.write(a, p) for a, p in zip(held, packed, strict=True))
 
         self.keys, self.values = add(self.keys, keys), add(self.values, values)
         self.offset = self.place.after

@@ -16,7 +16,7 @@ from ..layout import MemberSpec
 from ..member import Arrays, Member
 from .form import BatchError
 from .place import Place, Ring, Seat
-from .rows import BatchRows, empty, write
+from .rows import BatchRows, empty
 
 
 def settled(cache: RotatingKVCache) -> tuple[Arrays, int]:
@@ -53,8 +53,7 @@ class BatchWindow(BatchRows):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """``keys``, ``values``: [slots, heads, 1, width]."""
-        at = self.place.writes(self.ring)
-        self.keys, self.values = write(self.keys, at, keys), write(self.values, at, values)
+        self.keys, self.values = self.write(self.keys, keys, self.ring), self.write(self.values, values, self.ring)
         self.offset = self.place.after
         return self.keys_and_values()
 

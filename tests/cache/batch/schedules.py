@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlxkv import numerics
 from mlxkv.cache.batch import Batch, NotYet
@@ -38,7 +39,7 @@ def apart(a: mx.array, b: mx.array) -> float:
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     if not (mx.isfinite(a).all() & mx.isfinite(b).all()).item():
         return float("inf")
-    return float((mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1e-30)).item())
+    return float(np.array(mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1e-30)))
 
 
 @dataclass

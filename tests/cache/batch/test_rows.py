@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from mlxkv.cache.batch import Batch
 from mlxkv.cache.planner import Plan
 from mlxkv.cache.state import SequenceState
+from mlxkv.cache.store import PrefixStore
 from mlxkv.decode.pool import Pool
 from mlxkv.decode.step import Steps
 from mlxkv.decode.tracking import Track
@@ -98,10 +101,6 @@ def contents(folder) -> dict[str, dict[str, np.ndarray]]:
 
 def check(rt, folder) -> None:
     """``rt`` has a store in ``folder``/alone; another one is opened beside it."""
-    import dataclasses
-
-    from mlxkv.cache.store import PrefixStore
-
     other = PrefixStore(folder / "together", rt.store.identity, rt.layout, block=BLOCK)
     alone(rt, rt.store)
     together(dataclasses.replace(rt, store=other), other)
@@ -123,11 +122,12 @@ def test_records_of_rows_are_those_of_solo_runs(tiny_model, tmp_path, arch):
 @pytest.mark.parametrize("name", ["quantised beside plain rows", "concatenated"])
 def test_records_of_other_classes(tiny_model, tmp_path, name):
     plain = runtime(tiny_model("llama"), tmp_path / "plain")
+    assert plain.store is not None
     plain.store.close()
     check(recached(plain, tmp_path / "alone", CACHES[name]), tmp_path)
 
 
 def test_records_of_a_head_that_catches_up_row_by_row(tmp_path):
     rt = runtime(headed.make(tmp_path / "m"), tmp_path / "alone")
-    assert "head" in rt.layout.describe()
+    assert rt.layout is not None and "head" in rt.layout.describe()
     check(rt, tmp_path)
