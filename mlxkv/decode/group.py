@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..cache.batch import Batch
 from ..cache.recorder import Followed, Recorder
 from .request import FinishReason, TokenLogprob
 from .sampling import Sampled, sample
@@ -23,6 +24,9 @@ Said = tuple[Sequence, str, int, TokenLogprob | None]
 
 class Executor(Protocol):
     """What runs the forwards of a group, and has the state of its rows."""
+
+    #: None where it is one sequence on its own caches
+    batch: Batch | None
 
     @property
     def slots(self) -> int:
@@ -115,6 +119,11 @@ class Group:
         for slot, row in self.rows.items():
             row.sequence.moved(self.executor.row(slot))
         self.rested = 0
+
+    @property
+    def batch(self) -> Batch | None:
+        """The caches of its rows; None where it is one sequence on its own."""
+        return self.executor.batch
 
     def positions(self) -> dict[int, int]:
         """Where its rows stand, by slot."""
