@@ -15,7 +15,7 @@ from tests.decode.many import Alone, Outcome, Planned, ask, drive, load, settled
 #: requests a wave
 WAVE = 12
 #: tokens that an answer would have
-LONG = 120
+LONG = 48
 
 
 @dataclass
@@ -83,11 +83,11 @@ def retry(engine: Engine, plan: list[Planned], outcomes: list[Outcome], alone: A
     for planned, outcome in zip(plan, outcomes, strict=True):
         if planned.cancel is None or not outcome.done:
             continue
-        again = ask(planned.request.tokens or [], 4)
-        got, right = engine.submit(again).result(), alone(again)
+        tokens = planned.request.tokens or []
+        got, right = engine.submit(ask(tokens, 4)).result(), alone(ask(tokens, LONG))
         found.retries += 1
         found.hits += got.usage.cached_tokens >= outcome.done
-        if got.token_ids != right.token_ids:
-            found.wrong.append(f"a retry with {got.usage.cached_tokens} cached: {got.token_ids}, {right.token_ids}")
+        if got.token_ids != right.token_ids[:4]:
+            found.wrong.append(f"a retry with {got.usage.cached_tokens} cached: {got.token_ids}, {right.token_ids[:4]}")
         if got.usage.cached_tokens < outcome.done:
             found.wrong.append(f"{outcome.done} of {got.usage.prompt_tokens} were read, {got.usage.cached_tokens} kept")

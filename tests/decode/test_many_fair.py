@@ -9,8 +9,8 @@ from tests import tiny
 from tests.decode.equal import overlap
 from tests.decode.many import Crowd, Planned, ask, drive, load
 
-#: tokens of the long prompt, and of one chunk
-LONG, CHUNK = 2400, 64
+#: tokens of the long prompt, and of one chunk at most
+LONG, CHUNK = 1500, 64
 
 
 def events(outcome, kind):
@@ -18,10 +18,8 @@ def events(outcome, kind):
 
 
 def most(chunks, tokens):
-    """The most ``chunks`` between two neighbours of ``tokens``, or the last of them and the end."""
-    inner = [at for at in tokens if at < chunks[-1]]
-    edges = [*inner, chunks[-1]]
-    return max(sum(a < chunk <= b for chunk in chunks) for a, b in zip(edges, edges[1:], strict=False))
+    """The most ``chunks`` between two neighbours of ``tokens``."""
+    return max(sum(a < chunk < b for chunk in chunks) for a, b in zip(tokens, tokens[1:], strict=False))
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3_5"])
@@ -30,7 +28,7 @@ def test_a_long_prompt_holds_up_nobody(tiny_model, arch):
     with load(tiny_model(arch), None, prefill_chunk=CHUNK) as engine:
         crowd = Crowd(engine)
         for number in range(3):
-            crowd.submit(number, ask(tiny.ids(20, seed=number), 400))
+            crowd.submit(number, ask(tiny.ids(20, seed=number), 200))
         crowd.until(lambda: all(crowd.reached(number, 3) for number in range(3)))
         crowd.submit(3, ask(tiny.ids(LONG, seed=9), 4))
         crowd.until(lambda: crowd.seen[3].done > 3 * CHUNK)
@@ -40,23 +38,22 @@ def test_a_long_prompt_holds_up_nobody(tiny_model, arch):
         chunks = events(seen[3], Progress)
         assert len(chunks) >= LONG // CHUNK and seen[3].done == LONG - 1
         for number in range(3):
-            tokens = [at for at in events(seen[number], Delta) if at > chunks[0]]
-            # a turn reads one chunk and makes one step of one group; newcomers may have been a group of their own
-            assert most(chunks, tokens) <= 3
+            # a chunk lies between two tokens; a newcomer's first step may come between too
+            assert most(chunks, events(seen[number], Delta)) <= 3
+            assert seen[number].at[-1] > chunks[LONG // CHUNK // 2]  # it did run meanwhile
         for number in (4, 5):
             assert seen[number].at[-1] < seen[3].first_token  # the whole answer
-        assert all(len(seen[number].tokens) in (4, 400) for number in range(6))
+        assert all(len(seen[number].tokens) in (4, 200) for number in range(6))
 
 
 def test_two_long_prompts_take_turns(tiny_model):
-    """The one that came first is not held up either: both are read at a rate that is no less than a third."""
-    with load(tiny_model("llama"), None, prefill_chunk=CHUNK) as engine:
-        outcomes = drive(engine, [Planned(ask(tiny.ids(1000 + n, seed=n), 4)) for n in range(2)])
-        first, second = (events(outcome, Progress) for outcome in outcomes)
-        assert first[0] < second[-1] and second[0] < first[-1]
-        for mine, other in ((first, second), (second, first)):
-            inner = [at for at in mine if mine[0] <= at <= other[-1]]
-            assert most(inner, [at for at in other if at >= mine[0]] or [mine[0]]) <= 3
+    """The one that is nearer to its end may have more of them, but none waits for the other to be through."""
+    with load(tiny_model("llama"), None, prefill_chunk=32) as engine:
+        plan = [Planned(ask(tiny.ids(1000 + 200 * n, seed=n), 4)) for n in range(2)]
+        first, second = (events(outcome, Progress) for outcome in drive(engine, plan))
+        both = [at for at in first if at > second[0]]
+        assert len(both) > 10 and most(second, both) <= 7
+        assert most(both, [at for at in second if at < both[-1]]) <= 7
 
 
 def test_every_row_of_every_group_moves(tiny_model):
