@@ -179,6 +179,8 @@ class Counting:
 @pytest.mark.parametrize("ask", [False, True])
 def test_what_a_trace_would_change_is_not_compiled(small, ask):
     """In ``exact``; a model that looks at its values cannot be traced in either mode."""
+    if tolerance() and not ask:
+        pytest.skip("only bits are compared")
     house = House(Counting(small, ask), compile="on")
     first, second = house.run()[0, 0].item(), house.run()[0, 0].item()
     assert house.batch.positions == [7, 13]

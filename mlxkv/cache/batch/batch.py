@@ -111,7 +111,7 @@ class Batch:
         self._check_rings(theirs)
         for form, cache in zip(self._leaves, theirs, strict=True):
             form.join(slot, cache, state.position)
-            mx.eval(form.arrays())  # one at a time: a lazy copy would keep the old arrays
+            mx.eval(form.arrays())  # the solo state can be let go of
         self.positions[slot] = state.position
         self._rows[slot] = RowState(self, Seat(slot), self._members)
 
@@ -160,7 +160,7 @@ class Batch:
         at = {old: self.positions[old] for old in keep}
         for form in self._leaves:
             form.resize(slots, capacity, keep, at)
-            mx.eval(form.arrays())
+            mx.eval(form.arrays())  # one at a time, so that the old arrays go one at a time
         for ring in self._rings.values():
             ring.index = _placed(ring.index, keep, slots)
         self._place.positions = _placed(self.positions, keep, slots)

@@ -93,7 +93,7 @@ class BatchHead(Form):
         pass
 
     def join(self, slot: int, cache: Any, position: int) -> None:
-        self.heads[slot] = cache
+        self.heads[slot] = _copied(cache, HeadCache(cache.run))
         self._next[slot] = self._first + len(self._steps)
 
     def leave(self, slot: int) -> None:
@@ -118,7 +118,15 @@ class BatchHead(Form):
         self.feed(slot)
         head = self.heads[slot]
         assert head is not None
-        cache.kv, cache.seen, cache.tokens, cache.hidden = head.kv, head.seen, head.tokens, head.hidden
+        _copied(head, cache)
+
+
+def _copied(head: HeadCache, into: HeadCache) -> HeadCache:
+    """``into`` with what ``head`` holds; either can go on without the other."""
+    for mine, theirs in zip(into.members(()), head.members(()), strict=True):
+        mine.put_back(theirs.hold())
+    into.kv.step = head.kv.step
+    return into
 
 
 class _Fed:

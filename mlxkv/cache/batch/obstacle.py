@@ -17,11 +17,8 @@ from .place import GRANULE
 #: largest |Δ logit| / largest |logit| between alone and together, where bits are not promised: sums run in another
 #: order. By the bytes of a logit: half precision keeps 8 or 11 bits of each sum
 BOUND = {4: 1e-4, 2: 3e-2}
-#: lengths of the two sequences, and of the one that joins later into a slot that was used
+#: lengths of the two sequences
 _LENGTHS = (3, 9)
-_LATER = 5
-#: joint steps before and after that
-_STEPS = 3
 #: lengths of two sequences beyond the length from which known models choose among their rows (2,048)
 _LONG = (4300, 2500)
 
@@ -74,11 +71,11 @@ class _Alone:
 def obstacle(model: Model, make_cache: MakeCache, live: Layout) -> str | None:
     """Why rows of this model must take turns, or None if they can be decoded together.
 
-    Two short sequences are run alone and as a batch, one leaves, another joins into its slot, and the batch is resized.
-    Where one layer keeps several kinds of rows (an index that chooses which of them are read), two long sequences of
-    noise follow: such a choice begins beyond some length only. Logits must be the same: bits in ``exact`` on a CPU,
-    within ``BOUND`` elsewhere. A class without a form, an exception and another result are each a reason. Costs about
-    20 forwards of one token; no class is trusted for its name.
+    Two short sequences are run alone and as a batch; then the longer one leaves, the shorter takes its place too, and
+    the batch is resized. Where one layer keeps several kinds of rows (an index that chooses which of them are read),
+    two long sequences of noise follow: such a choice begins beyond some length only. Logits must be the same: bits in
+    ``exact`` on a CPU, within ``BOUND`` elsewhere. A class without a form, an exception and another result are each a
+    reason. Costs seven forwards of a few tokens; no class is trusted for its name.
     """
     try:
         return _short(model, make_cache, live) or (_long(model, make_cache, live) if _indexed(live) else None)
@@ -91,16 +88,13 @@ def obstacle(model: Model, make_cache: MakeCache, live: Layout) -> str | None:
 def _short(model: Model, make_cache: MakeCache, live: Layout) -> str | None:
     batch = Batch(make_cache, live, 2, 2 * GRANULE)
     rows = {slot: _joined(batch, slot, _Alone.ran(model, make_cache, n)) for slot, n in enumerate(_LENGTHS)}
-    for _ in range(_STEPS):
-        if reason := _step(model, batch, rows):
-            return reason
-    batch.leave(1)
-    rows[1] = _joined(batch, 1, _Alone.ran(model, make_cache, _LATER))
     if reason := _step(model, batch, rows):
-        return reason + " after another row had its place"
+        return reason
+    batch.leave(1)
+    batch.join(1, rows[0].state)
     batch.resize(3, 3 * GRANULE, {0: 2, 1: 0})
-    reason = _step(model, batch, {2: rows[0], 0: rows[1]})
-    return reason and reason + " after the batch was resized"
+    reason = _step(model, batch, {2: rows[0], 0: rows[0]})
+    return reason and reason + " after a row came to another's place"
 
 
 def _long(model: Model, make_cache: MakeCache, live: Layout) -> str | None:
@@ -137,9 +131,9 @@ def _step(model: Model, batch: Batch, rows: dict[int, _Alone]) -> str | None:
     batch.advance()
     mx.eval(logits, batch.live())
     exact = numerics.mode() == "exact" and mx.default_device().type == mx.DeviceType.cpu
+    alone = {row: row.run([row.token])[0].astype(mx.float32) for row in dict.fromkeys(rows.values())}
     for slot, row in rows.items():
-        alone = row.run([row.token])[0].astype(mx.float32)
-        relative = mx.abs(logits[slot].astype(mx.float32) - alone).max() / mx.abs(alone).max()
+        relative = mx.abs(logits[slot].astype(mx.float32) - alone[row]).max() / mx.abs(alone[row]).max()
         difference = float(relative.item())  # type: ignore[arg-type]
         if not difference <= (0.0 if exact else BOUND[logits.dtype.size]):  # NaN is a difference
             return f"a row's logits differ by {difference:.1e} beside another row"

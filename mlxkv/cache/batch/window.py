@@ -21,7 +21,8 @@ from .rows import BatchRows, empty
 
 def settled(cache: RotatingKVCache) -> tuple[Arrays, int]:
     """The rows that ``cache`` holds as its next step of one token finds them (at most ``max_size``, in the ring's own
-    order), and the index it would write at; ``max_size`` where it wraps first."""
+    order), and the index it would write at; ``max_size`` where it wraps first. Before the first wrap a buffer may be
+    longer than what was written."""
     keys, values, offset, keep, size, index = cache.state
     if keys is None or values is None:
         return {}, 0
@@ -30,8 +31,6 @@ def settled(cache: RotatingKVCache) -> tuple[Arrays, int]:
     if held > size:  # a chunk left more rows than the window: that step would drop them first
         drop = held - size
         return {n: mx.concatenate([a[..., :keep, :], a[..., drop + keep :, :]], axis=2) for n, a in rows.items()}, size
-    if held < size and offset >= held:  # it would grow the buffer, and go on behind what it has
-        return rows, offset
     return {n: a[..., : min(offset, held), :] for n, a in rows.items()}, index
 
 

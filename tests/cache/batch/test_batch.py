@@ -8,11 +8,13 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlxkv.cache.batch import Batch, BatchError, NoBatchForm, NotYet
+from mlxkv.cache.batch import head as head_module
 from mlxkv.cache.layout import probe
 from mlxkv.decode.runtime import open_runtime  # noqa: F401 - prepares numerics before a model is built
-from tests import tiny
+from tests import headed, tiny
 from tests.cache.batch.schedules import Schedule, Twin, holds, tolerance
 from tests.cache.test_kinds import CACHES, Remembering
+from tests.probe import runtime
 
 
 @pytest.mark.parametrize("arch", tiny.ARCHS)
@@ -156,6 +158,7 @@ def test_joining_and_resizing_hold_one_layer_twice_not_all():
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         do()
+        mx.eval(batch.arrays())
         return mx.get_peak_memory() - before
 
     assert peak(lambda: batch.join(0, twin.state)) <= layer
@@ -163,3 +166,28 @@ def test_joining_and_resizing_hold_one_layer_twice_not_all():
     assert batch.nbytes == 8 * layer == 8 * 2 * 4 * 4096 * 32 * 4
     batch.resize(1, 1024, {3: 0})
     assert batch.nbytes == 8 * layer // 16 and isinstance(batch.take(0).caches[0], KVCache)
+
+
+def test_a_head_beside_its_body(tmp_path):
+    rt = runtime(headed.make(tmp_path / "m"), tmp_path / "c")
+    assert rt.store is not None and rt.layout is not None and "head" in rt.layout.describe()
+    rt.store.close()
+    schedule = Schedule(rt.model, rt.make_cache, 7, rt.layout)
+    assert schedule.run(40) <= tolerance(), schedule.moves
+
+
+def test_a_head_that_nobody_asks_is_shown_its_steps_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(head_module, "MOST", 4)
+    rt = runtime(headed.make(tmp_path / "m"), tmp_path / "c")
+    assert rt.store is not None and rt.layout is not None
+    rt.store.close()
+    schedule = Schedule(rt.model, rt.make_cache, 8, rt.layout, capacity=96)
+    schedule.join()
+    schedule.join()
+    for slot in schedule.twins:
+        schedule.batch.row(slot).catch_up()  # one token and its hidden state wait
+    for _ in range(40):
+        schedule.step()
+    # two arrays of each step that waits, two of each four steps that a head was shown
+    assert len(schedule.batch.live()) - len(schedule.batch.arrays()) <= 2 * 4 + 2 * 2 * (1 + 40 // 4) < 2 * 40
+    assert schedule.run(0) <= tolerance()

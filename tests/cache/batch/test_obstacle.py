@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.cache.batch import obstacle
 from mlxkv.cache.layout import probe
-from tests import tiny
+from tests import headed, tiny
+from tests.cache.batch.schedules import tolerance
+from tests.probe import runtime
 
 #: MORE's, by what is said of them; of all others nothing is
 OBSTACLES = {
@@ -27,6 +28,8 @@ def asked(model) -> str | None:
 
 @pytest.mark.parametrize("arch", [*tiny.ARCHS, *OBSTACLES, "longcat_flash", "longcat_flash_ngram", "rwkv7"])
 def test_architectures(arch):
+    if arch == "deepseek_v32" and tolerance():
+        pytest.skip("only bits show it")
     reason = asked(tiny.build(arch)[0])
     assert OBSTACLES[arch] in (reason or "") if arch in OBSTACLES else reason is None
 
@@ -35,6 +38,13 @@ def test_a_choice_among_rows_that_begins_beyond_a_length():
     """Sixteen blocks of 128 rows, as the published model has them: two short sequences show nothing."""
     reason = asked(tiny.build("minimax_m3_vl", index_block_size=128, index_topk_blocks=16)[0])
     assert reason is not None and "at 4,300 and 2,500 tokens" in reason
+
+
+def test_a_model_with_a_head(tmp_path):
+    rt = runtime(headed.make(tmp_path / "m"), tmp_path / "c")
+    assert rt.store is not None and rt.layout is not None and "head" in rt.layout.describe()
+    rt.store.close()
+    assert obstacle(rt.model, rt.make_cache, rt.layout) is None
 
 
 class Wrapped:
@@ -69,19 +79,17 @@ def test_a_model_that_does_not_keep_rows_apart(wrong, said):
 
 def test_a_slot_that_keeps_something_of_an_earlier_row():
     class Leaky:
-        """Adds what its cache's slot was left with by whoever was there."""
+        """Adds how many joint steps were made before."""
 
         def __init__(self) -> None:
-            self.llama = tiny.build("llama")[0]
-            self.layers, self.left = self.llama.layers, {}
+            self.llama, self.steps = tiny.build("llama")[0], 0
+            self.layers = self.llama.layers
 
         def __call__(self, tokens, cache):
             logits = self.llama(tokens, cache=cache)
             if tokens.shape[0] > 1:
-                earlier = self.left.get(tokens.shape[0], mx.zeros_like(logits))
-                self.left[tokens.shape[0]] = earlier + mx.where(mx.arange(tokens.shape[0])[:, None, None] == 1, 1, 0)
-                logits = logits + mx.where(earlier > 2, earlier, 0)
+                logits, self.steps = logits + self.steps, self.steps + 1
             return logits
 
     reason = asked(Leaky())
-    assert reason is not None and "after another row had its place" in reason
+    assert reason is not None and "after a row came to another's place" in reason
