@@ -107,6 +107,10 @@ class Loop:
             turns=self.seats.obstacle,
         )
 
+    def allotted(self, sequence: Sequence) -> int:
+        """Rows that the caches of a sequence have, or will have, which does not decode yet."""
+        return self._allotments[sequence].rows if sequence in self._allotments else 0
+
     def check_integrity(self) -> None:
         """Raises where books contradict each other, or somebody holds what nobody needs."""
         self.pool.check_integrity()
