@@ -25,8 +25,10 @@ Said = tuple[Sequence, str, int, TokenLogprob | None]
 class Executor(Protocol):
     """What runs the forwards of a group, and has the state of its rows."""
 
-    #: None where it is one sequence on its own caches
-    batch: Batch | None
+    @property
+    def batch(self) -> Batch | None:
+        """The caches of its rows; None where it is one sequence on its own."""
+        ...
 
     @property
     def slots(self) -> int:

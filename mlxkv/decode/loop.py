@@ -54,6 +54,7 @@ class Loop:
         #: rows of the caches of those who do not decode yet
         self._allotments: dict[Sequence, Allotment] = {}
         self._steps, self._step_s = 0, 0.0
+        self._admitted = False
         #: told when somebody was admitted, within a turn
         self.changed: Callable[[], None] = lambda: None
 
@@ -302,6 +303,7 @@ class Loop:
 
     def _place(self, sequence: Sequence) -> None:
         prefill = self.prefills.pop(sequence)
+        self._admitted = True
         try:
             self._ended(self.seats.place(sequence, prefill.state, self._allotments.pop(sequence)))
         except Exception as e:
@@ -309,7 +311,8 @@ class Loop:
 
     def _regroup(self) -> None:
         try:
-            self._ended(self.seats.regroup())
+            self._ended(self.seats.regroup(self._admitted))
+            self._admitted = False
         except Exception as e:
             self._all_failed(self.groups, e)
 

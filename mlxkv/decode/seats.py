@@ -167,10 +167,11 @@ class Seats:
 
     # groups
 
-    def regroup(self) -> list[Ended]:
-        """The one change that is due, if any; who ended meanwhile."""
+    def regroup(self, admitted: bool) -> list[Ended]:
+        """The one change that is due, if any; who ended meanwhile. ``admitted``: somebody has just joined or begun to
+        decode. Steps are traced only then, so that at other times a group takes only shapes that are known."""
         decision = self._grouping.regroup(self._shown())
-        if decision is None or not self._together():
+        if decision is None or not self._together() or not (admitted or self._known(decision)):
             return []
         group: Group = decision.group  # type: ignore[assignment]
         others: list[Group] = [decision.other] if isinstance(decision, Unite) else []  # type: ignore[list-item]
@@ -192,6 +193,11 @@ class Seats:
             g.rested = 0
         self._drop_empty()
         return []
+
+    def _known(self, decision: Resize | Divide | Unite) -> bool:
+        batch = decision.group.batch
+        slots = 1 if isinstance(decision, Divide) else decision.slots
+        return self.steps.knows(slots, batch.capacity if batch is not None else 0)
 
     def _unite(self, group: Group, other: Group, slots: int) -> None:
         for slot in list(other.rows):

@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.batch import Batch
 from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
 from ..errors import EngineError
@@ -81,7 +80,7 @@ class Solo:
     is captured while a step runs."""
 
     slots = 1
-    batch: Batch | None = None
+    batch = None
 
     def __init__(self, model: Any, state: SequenceState, room: Callable[[int], None]) -> None:
         self._model, self.state, self._room = model, state, room

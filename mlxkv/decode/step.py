@@ -61,6 +61,13 @@ class Steps:
         if shape.wants_compiled and not shape.traced:
             self._compiled(shape, batch, mx.zeros((batch.slots,), mx.int32), batch.where(), None, pool)
 
+    def knows(self, slots: int, capacity: int) -> bool:
+        """Whether a step of this shape needs no trace: it was traced, or would not be compiled."""
+        shape = next((s for key, s in self._shapes.items() if key[:2] == (capacity, slots)), None)
+        if shape is None:
+            return not self._wants_compiled()
+        return shape.traced or not shape.wants_compiled
+
     def run(self, batch: Batch, ids: mx.array, track: Track | None = None, pool: Pool | None = None) -> mx.array:
         """Lazy logits [slots, V] of the tokens ``ids`` [slots] int32; what a free slot is given does not matter.
         ``track``: None where no row captures.
@@ -99,6 +106,10 @@ class Steps:
         while len(self._shapes) > MOST:
             self._shapes.popitem(last=False)
         return self._shapes[key]
+
+    def _wants_compiled(self) -> bool:
+        cpu = mx.default_device().type == mx.DeviceType.cpu
+        return self._compile == "on" or (self._compile == "auto" and not cpu)
 
     def _choose(self, shape: _Shape) -> bool:
         """Whether this step is compiled."""

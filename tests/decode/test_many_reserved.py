@@ -37,8 +37,8 @@ class Looks:
 
 
 class allocated:
-    """What the arrays of a loop's sequences, batches and snapshots say: ``rows`` of growing buffers, bytes of all arrays,
-    and of each batch how many of its slots are taken. Caches that no token has reached yet have no arrays: they count
+    """What the arrays of a loop's sequences, batches and snapshots say: ``rows`` of growing buffers, bytes of all
+    arrays, and of each batch how many of its slots are taken. Caches that no token has reached yet have no arrays: they count
     as what they are going to be."""
 
     def __init__(self, loop):
@@ -53,7 +53,7 @@ class allocated:
                 self.batches.append(sum(position > 0 for position in batch.positions))
             else:
                 states += [(row.sequence, group.executor.state) for row in group.rows.values()]
-        for sequence, state in states:
+        for _, state in states:
             if state.position:
                 arrays = state.live()
                 self.nbytes += sum(a.nbytes for a in arrays)
