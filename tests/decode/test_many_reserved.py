@@ -38,8 +38,8 @@ class Looks:
 
 class allocated:
     """What the arrays of a loop's sequences, batches and snapshots say: ``rows`` of growing buffers, bytes of all
-    arrays, and of each batch how many of its slots are taken. Caches that no token has reached yet have no arrays: they count
-    as what they are going to be."""
+    arrays, and of each batch how many of its slots are taken. Caches that no token has reached yet have no arrays: they
+    count as what they are going to be."""
 
     def __init__(self, loop):
         self.rows = 0
