@@ -236,6 +236,10 @@ class Batch:
         """The recurrent arrays [slots, …], in the layout's order: what a step may track."""
         return [a for form in self._leaves if isinstance(form, BatchRecurrent) for a in form.arrays()]
 
+    def tracked(self) -> list[tuple[Any, int]]:
+        """Where ``states()`` stand: (cache object, its slot's number)."""
+        return [(form, i) for form in self._leaves if isinstance(form, BatchRecurrent) for i in form.used]
+
     def shown(self, ids: mx.array, emitted: list[mx.array]) -> None:
         """Give heads what ``forward`` of these ``ids`` [slots] left for them."""
         for form, hidden in zip(self._heads, emitted, strict=True):
