@@ -21,7 +21,7 @@ def load(model: str | Path, **options: Any) -> Engine:
 
 
 def _request(prompt: str | list[dict[str, Any]] | list[int], options: dict[str, Any]) -> Request:
-    fields = {k: options.pop(k) for k in ("tools", "template_kwargs", "salt", "use_cache") if k in options}
+    fields = {k: options.pop(k) for k in ("tools", "template_kwargs", "salt", "use_cache", "grammar") if k in options}
     if "stop" in options:
         stop = options["stop"]
         options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -36,8 +36,8 @@ def _request(prompt: str | list[dict[str, Any]] | list[int], options: dict[str, 
 def generate(engine: Engine, prompt: str | list[dict[str, Any]] | list[int], **options: Any) -> Completion:
     """The whole answer to a question (text), a message list, or raw token ids.
 
-    Options are the fields of SamplingParams (max_tokens, temperature, seed, …) and tools, template_kwargs, salt and
-    use_cache of Request. Raises RequestError, EngineError.
+    Options are the fields of SamplingParams (max_tokens, temperature, seed, …) and tools, template_kwargs, salt,
+    use_cache and grammar of Request. Raises RequestError, EngineError.
     """
     return engine.submit(_request(prompt, options)).result()
 

@@ -62,6 +62,12 @@ class PromptTooLong(RequestError):
     code = "context_length_exceeded"
 
 
+class RequestTooLarge(RequestError):
+    """The request would not fit the memory limit if nothing else ran; the message has both numbers."""
+
+    code = "memory_limit_exceeded"
+
+
 class EngineError(MlxkvError):
     """Generation failed for one request; the engine lives on and takes others."""
 
@@ -75,6 +81,12 @@ class EngineClosed(EngineError):
     status = 503
     type = "overloaded_error"
     code = "engine_closed"
+
+
+class DeadEnd(EngineError):
+    """No token of this model can go on from where the answer is and still keep to the request's grammar."""
+
+    code = "grammar_dead_end"
 
 
 class QueueFull(EngineError):

@@ -6,13 +6,18 @@ Plain values without MLX arrays, so that any thread (and the command line, which
 from __future__ import annotations
 
 import copy
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled"]
+#: alternatives that may be reported beside a sampled token, as OpenAI's limit
+MAX_TOP_LOGPROBS = 20
+GRAMMARS = ("json_schema", "json_object", "regex", "lark")
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,11 @@ class SamplingParams:
     OpenAI does. repetition_penalty: divides (multiplies if negative) logits of the last ``repetition_context`` tokens,
     prompt included; 1.0 = off. logit_bias: token id -> added to its logit. seed: 64-bit; the same seed gives the same
     text whatever was cached. stop: strings that end the text and are not part of it. max_tokens: tokens to sample at
-    most, the stop token included; None = until the context is full.
+    most, the stop token included; None = until the context is full. logprobs: report each sampled token's
+    log-probability, and with top_logprobs (0 to 20) that many of the likeliest tokens beside it; both are those of the
+    model's own distribution (the softmax of its logits, before penalties, bias, grammar, temperature and filters).
+    OpenAI's reference leaves open which distribution its numbers are from; these say what the model thought, whatever
+    sampling made of it.
     """
 
     temperature: float = 0.0
@@ -40,6 +49,8 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         """Raises RequestError naming the field, its value and the range that is allowed."""
@@ -69,6 +80,9 @@ class SamplingParams:
             whole("seed", -(2**63), 2**64 - 1, "a 64-bit whole number")
         if self.max_tokens is not None:
             whole("max_tokens", 1, 2**63 - 1, "a whole number, at least 1")
+        check("logprobs", isinstance(self.logprobs, bool), "true or false")
+        whole("top_logprobs", 0, MAX_TOP_LOGPROBS, f"a whole number from 0 to {MAX_TOP_LOGPROBS}")
+        check("top_logprobs", self.logprobs or not self.top_logprobs, "0 unless logprobs is true")
         check(
             "stop",
             isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
@@ -85,14 +99,57 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What an answer's text must match from its first character to its last. kind: ``json_schema | json_object | regex
+    | lark``. text: the schema as JSON, the regular expression (Rust's syntax), the Lark grammar (llguidance's dialect);
+    empty for json_object."""
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMARS or not isinstance(self.text, str):
+            raise RequestError(f"grammar is {self!r}.", _GRAMMAR_FORMS, param="grammar")
+
+    @staticmethod
+    def of(value: Any) -> Grammar:
+        """From a mapping with one entry: ``{"json_schema": {...}}``, ``{"json_object": True}``, ``{"regex": "..."}`` or
+        ``{"lark": "..."}``. Raises RequestError."""
+        if isinstance(value, Grammar):
+            return value
+        if not isinstance(value, Mapping) or len(value) != 1:
+            raise RequestError(f"grammar is {value!r}.", _GRAMMAR_FORMS, param="grammar")
+        kind, body = next(iter(value.items()))
+        if kind == "json_object" and body is True:
+            return Grammar(kind)
+        if kind in ("regex", "lark") and isinstance(body, str):
+            return Grammar(kind, body)
+        if kind == "json_schema" and isinstance(body, (Mapping, bool)):
+            try:
+                return Grammar(kind, json.dumps(body, allow_nan=False))
+            except (TypeError, ValueError, RecursionError) as e:
+                raise RequestError(f"grammar has a json_schema that is no JSON: {e}.", param="grammar") from e
+        raise RequestError(f"grammar has {kind!r}: {body!r}.", _GRAMMAR_FORMS, param="grammar")
+
+
+_GRAMMAR_FORMS = (
+    'It must be one of {"json_schema": {...}}, {"json_object": true}, {"regex": "..."} and {"lark": "..."}.'
+)
+
+
+@dataclass(frozen=True)
 class Request:
     """One thing to generate. Exactly one of ``messages``, ``prompt`` and ``tokens`` is given.
 
     messages: an OpenAI message list; an assistant message may carry ``token_ids``, the ids it was sampled as, which
     then stand in the prompt instead of its re-tokenised text. prompt: raw text, tokenised without a chat template.
     tokens: raw ids. tools and template_kwargs go to the chat template. salt: requests with different salts never share
-    cache entries. use_cache=False: neither look-up nor store (a plain, cold run). Lists are copied: what becomes of the
-    caller's while the request waits changes nothing.
+    cache entries. use_cache=False: neither look-up nor store (a plain, cold run). grammar: what the answer must match,
+    a Grammar or what ``Grammar.of`` takes. The model's end tokens are allowed exactly where the grammar may end, and
+    the answer ends by itself ("stop") where nothing else may follow; special tokens never stand for text.
+    ``max_tokens`` and stop strings still end the answer wherever it is, so what ended by "length", or by a stop string,
+    may be only the start of what the grammar asks for. Lists are copied: what becomes of the caller's while the request
+    waits changes nothing.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -103,6 +160,7 @@ class Request:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     salt: str = ""
     use_cache: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
@@ -116,9 +174,21 @@ class Request:
             raise RequestError(f"{given[0]} is empty.", "A request needs at least one token.", param=given[0])
         if not isinstance(self.salt, str):
             raise RequestError(f"salt is {self.salt!r}.", "It must be a text.", param="salt")
+        if self.grammar is not None:
+            object.__setattr__(self, "grammar", Grammar.of(self.grammar))
         object.__setattr__(self, "tokens", copy.copy(self.tokens))
         for name in ("messages", "tools", "template_kwargs"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A sampled token, its natural log-probability (-9999.0 for less than float32 can say), and the likeliest tokens
+    (id, log-probability), likeliest first; the sampled one need not be among them."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,7 +231,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """The whole answer. ``token_ids`` are the sampled ids, the stop token included; ``text`` is without it."""
+    """The whole answer. ``token_ids`` are the sampled ids, the stop token included; ``text`` is without it.
+    ``logprobs``: one for each of ``token_ids``, or null where they were not asked for."""
 
     text: str
     finish_reason: FinishReason
@@ -169,6 +240,7 @@ class Completion:
     usage: Usage
     cache: CacheReport
     timings: Timings
+    logprobs: list[TokenLogprob] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The stable JSON contract of ``mlxkv run --json``."""
@@ -194,10 +266,11 @@ class Progress:
 @dataclass(frozen=True)
 class Delta:
     """New text, complete characters only, stop strings held back; ``text`` may be empty. token_ids: ids it came
-    with."""
+    with. logprobs: theirs, if they were asked for."""
 
     text: str
     token_ids: list[int]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

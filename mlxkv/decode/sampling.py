@@ -1,20 +1,33 @@
 """Sampling: from logits to the next token, with a random key that depends on the seed and the token's index only.
 
-So a request's text does not depend on what was cached, what ran beside it, or how often a step was thrown away. Filters
-and penalties are mlx-lm's own.
+So a request's text does not depend on what was cached, what ran beside it, or how often a step was thrown away. A step
+is sampled once every earlier token is known on the host: sampling only reads a sampler, ``Sampler.advance`` moves it
+on. The order is bias, repetition penalty, presence and frequency penalties, grammar, then argmax or filters and a draw.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+import numpy as np
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from ..errors import RequestError
-from .request import SamplingParams
+from .constraint import Constraint, apply
+from .counts import Counts
+from .request import SamplingParams, TokenLogprob
 
 _MASK = 2**64 - 1
+#: stands for a log-probability of minus infinity, which JSON cannot say; OpenAI's number
+UNLIKELY = -9999.0
+
+
+#: distinct tokens up to which a penalty is scattered into the logits; a scatter of more costs more than a whole row
+FEW = 1024
 
 
 def _mix(seed: int, index: int) -> int:
@@ -26,10 +39,17 @@ def _mix(seed: int, index: int) -> int:
 
 
 class Sampler:
-    """Samples one sequence. ``prompt`` are the prompt's ids; repetition penalties look back into them."""
+    """Samples one sequence. ``prompt`` are the prompt's ids; repetition penalties look back into them. ``constraint``
+    belongs to this sampler from now on.
 
-    def __init__(self, params: SamplingParams, prompt: list[int], vocab_size: int) -> None:
-        """Raises RequestError if logit_bias names an id outside the vocabulary."""
+    All that it remembers is on the host, so no array outlives a step.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt: list[int], vocab_size: int, constraint: Constraint | None = None
+    ) -> None:
+        """Raises RequestError if logit_bias names an id outside the vocabulary, DeadEnd if the constraint allows no
+        first token."""
         self.params = params
         for token in params.logit_bias:
             if token >= vocab_size:
@@ -38,48 +58,67 @@ class Sampler:
                 )
         self._seed = (secrets.randbits(64) if params.seed is None else params.seed) & _MASK
         self._top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+        self._likeliest = params.temperature == 0 or params.top_p == 0
         self._index = 0
-        far = 2**31 - 1
-        self._bias = make_logits_processors(logit_bias=params.logit_bias or None)
-        repetition = None if params.repetition_penalty == 1.0 else params.repetition_penalty
-        self._repetition = make_logits_processors(
-            repetition_penalty=repetition, repetition_context_size=params.repetition_context
-        )
+        self._bias: tuple[mx.array, mx.array] | None = None
+        if params.logit_bias:
+            values = [float(v) for v in params.logit_bias.values()]
+            self._bias = mx.array(list(params.logit_bias), mx.int32), mx.array(values, mx.float32)
+        self._recent = None if params.repetition_penalty == 1.0 else Counts(prompt, params.repetition_context)
         # OpenAI's two penalties count what was generated, not the prompt
-        self._generated = make_logits_processors(
-            presence_penalty=params.presence_penalty or None,
-            presence_context_size=far,
-            frequency_penalty=params.frequency_penalty or None,
-            frequency_context_size=far,
-        )
-        self._tail = mx.array(prompt[-params.repetition_context :], mx.int32) if self._repetition else None
-        self._sampled: mx.array | None = None
+        self._generated = Counts([]) if params.presence_penalty or params.frequency_penalty else None
+        self._constraint = constraint
+        self._allowed: np.ndarray | None = constraint.mask() if constraint is not None else None
+        #: takes nothing but the likeliest token of the model's own logits
+        self.plain = self._likeliest and all(x is None for x in (self._bias, self._recent, self._generated, constraint))
+
+    @property
+    def done(self) -> bool:
+        """The constraint has all it asked for and nothing may follow: the answer ends here, by "stop"."""
+        return self._constraint is not None and self._constraint.done
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Token id, shape [1], int; ``logits``: [1, vocabulary]. Lazy: may be called before earlier tokens are
-        known."""
-        logits = logits.astype(mx.float32) if logits.dtype != mx.float32 else logits
-        for process in self._bias:
-            logits = process(mx.zeros((0,), mx.int32), logits)
-        if self._tail is not None:
-            for process in self._repetition:
-                logits = process(self._tail, logits)
-        if self._sampled is not None:
-            for process in self._generated:
-                logits = process(self._sampled, logits)
-        likeliest = self.params.temperature == 0 or self.params.top_p == 0
-        token = mx.argmax(logits, axis=-1) if likeliest else self._draw(logits)
-        self._index += 1
-        if self._tail is not None:
-            self._tail = mx.concatenate([self._tail, token.astype(mx.int32)])[-self.params.repetition_context :]
-        if self._generated:
-            ids = token.astype(mx.int32)
-            self._sampled = ids if self._sampled is None else mx.concatenate([self._sampled, ids])
-        return token
+        """The next token's id, int32 [1], lazy; ``logits``: [1, vocabulary]. Changes nothing: the same step may be
+        sampled again."""
+        if self.plain:
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        logits = self._processed(logits.astype(mx.float32))
+        token = mx.argmax(logits, axis=-1) if self._likeliest else self._draw(logits)
+        return token.astype(mx.int32)
 
-    def live(self) -> list[mx.array]:
-        """Arrays that each step must evaluate, or their graphs would grow."""
-        return [a for a in (self._tail, self._sampled) if a is not None]
+    def advance(self, token: int) -> None:
+        """``token`` was sampled and the sequence goes on; to be called once for each, before the next is sampled.
+        Host work only: the device may be at work meanwhile. Raises DeadEnd if the constraint cannot go on."""
+        self._index += 1
+        if self._recent is not None:
+            self._recent.add(token)
+        if self._generated is not None:
+            self._generated.add(token)
+        if self._constraint is not None:
+            self._constraint.advance(token)
+            self._allowed = self._constraint.mask()
+
+    def _processed(self, logits: mx.array) -> mx.array:
+        p = self.params
+        if self._bias is not None:
+            ids, values = self._bias
+            logits = logits.at[:, ids].add(values)
+        if self._recent:
+            ids = self._recent.ids()
+            if len(ids) > FEW:
+                seen = mx.array(_spread(ids, np.ones(len(ids), np.bool_), logits.shape[-1]))
+                logits = mx.where(seen, _repeated(logits, p.repetition_penalty), logits)
+            else:
+                places = mx.array(ids)
+                logits[:, places] = _repeated(logits[:, places], p.repetition_penalty)
+        if self._generated:
+            ids = self._generated.ids()
+            paid = self._generated.counts() * np.float32(p.frequency_penalty) + np.float32(p.presence_penalty)
+            if len(ids) > FEW:
+                logits = logits - mx.array(_spread(ids, paid, logits.shape[-1]))
+            else:
+                logits = logits.at[:, mx.array(ids)].subtract(mx.array(paid))
+        return logits if self._allowed is None else apply(logits, self._allowed)
 
     def _draw(self, logits: mx.array) -> mx.array:
         p = self.params
@@ -92,3 +131,93 @@ class Sampler:
             logprobs = apply_top_k(logprobs, self._top_k)
         key = mx.random.key(_mix(self._seed, self._index))
         return mx.random.categorical(logprobs * (1.0 / p.temperature), key=key)
+
+
+def _repeated(logits: mx.array, penalty: float) -> mx.array:
+    return mx.where(logits < 0, logits * penalty, logits / penalty)
+
+
+def _spread(ids: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """[size], ``values`` at ``ids``, nothing elsewhere."""
+    out = np.zeros(size, values.dtype)
+    out[ids] = values
+    return out
+
+
+@dataclass(frozen=True)
+class Report:
+    """One row's log-probabilities, lazy: of the token, float32 [1]; of the likeliest, ids int32 and float32 [n]."""
+
+    logprob: mx.array
+    top: tuple[mx.array, mx.array] | None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One step's tokens, int32 [n], lazy, and the reports of the rows that asked for them."""
+
+    tokens: mx.array
+    reports: dict[int, Report]
+
+    def live(self) -> list[mx.array]:
+        """What is to be evaluated with the step."""
+        out = [self.tokens]
+        for report in self.reports.values():
+            out += [report.logprob, *(report.top or ())]
+        return out
+
+    def read(self) -> list[tuple[int, TokenLogprob | None]]:
+        """Token and report of each row; waits for the step."""
+        out: list[tuple[int, TokenLogprob | None]] = []
+        for row, token in enumerate(self.tokens.tolist()):  # type: ignore[arg-type]
+            report = self.reports.get(row)
+            out.append((token, None if report is None else _told(token, report)))
+        return out
+
+
+def sample(samplers: Sequence[Sampler | None], logits: mx.array) -> Sampled:
+    """The next token of each row, lazy; ``logits``: [n, vocabulary], row i for ``samplers[i]``. None: a row that nobody
+    reads. Plain rows share one argmax; any other is computed from its own row alone, so no row depends on its
+    neighbours."""
+    plain = [s is None or s.plain for s in samplers]
+    likeliest = mx.argmax(logits, axis=-1).astype(mx.int32) if any(plain) else None
+    if likeliest is not None and all(plain):
+        tokens = likeliest
+    else:
+        rows = []
+        for i, sampler in enumerate(samplers):
+            if sampler is None or sampler.plain:
+                assert likeliest is not None
+                rows.append(likeliest[i : i + 1])
+            else:
+                rows.append(sampler(logits[i : i + 1]))
+        tokens = rows[0] if len(rows) == 1 else mx.concatenate(rows)
+    reports = {
+        i: _report(logits[i : i + 1], tokens[i : i + 1], sampler.params.top_logprobs)
+        for i, sampler in enumerate(samplers)
+        if sampler is not None and sampler.params.logprobs
+    }
+    return Sampled(tokens, reports)
+
+
+def _report(logits: mx.array, token: mx.array, n: int) -> Report:
+    """``logits``: [1, vocabulary], as the model gave them; ``token``: [1]."""
+    row = logits[0].astype(mx.float32)
+    total = mx.logsumexp(row, axis=-1, keepdims=True)
+    n = min(n, row.size)
+    top = None
+    if n:
+        ids = mx.argpartition(-row, kth=n - 1)[:n].astype(mx.int32)
+        top = ids, row[ids] - total
+    return Report(row[token] - total, top)
+
+
+def _told(token: int, report: Report) -> TokenLogprob:
+    def finite(value: float) -> float:
+        return value if math.isfinite(value) else UNLIKELY
+
+    top: list[tuple[int, float]] = []
+    if report.top is not None:
+        ids, values = (a.tolist() for a in report.top)
+        top = [(i, finite(v)) for v, i in sorted(zip(values, ids, strict=True), key=lambda t: (-t[0], t[1]))]  # type: ignore[arg-type]
+    return TokenLogprob(token, finite(report.logprob.item()), tuple(top))  # type: ignore[arg-type]

@@ -9,6 +9,9 @@ Parts, and what each compares (docs/results/README.md says which promise each on
   kill9      300 kills -9 of processes that do nothing but store, close and open
   budget     two writers frozen by a third process 500 times and at each reservation, over 20 times the budget
   prompts    prompt caches that mlx-lm saves, of every architecture and older forms, imported; against cold runs
+  many       every architecture and state kind: random requests that come and go all at once, against each alone
+  cancels    500 requests given up anywhere: nothing is left of them, and a retry is cheap
+  words      16 conversations at once, each with a word of its own, with evictions and disk loads under way
   histories  random store, look up, extend, branch, evict, damage, restart; against a model that remembers everything
   flips      flipped bytes of the index (--complete: every one)
   wal        flipped bytes of a WAL and its index (--complete: every one)
@@ -48,6 +51,7 @@ import numpy as np  # isort: skip
 
 from soaks import faults, legacy  # isort: skip
 from soaks.budget import budget  # isort: skip
+from soaks.many import cancels, many, words  # isort: skip
 from soaks.prompts import prompts  # isort: skip
 from soaks.equality import equality  # isort: skip
 from tests import tiny  # isort: skip
@@ -192,7 +196,7 @@ def model(folder: Path, arch: str) -> Path:
 
 
 MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
-    f.__name__: f for f in (equality, restores, damage, kills, budget, prompts)
+    f.__name__: f for f in (equality, restores, damage, kills, budget, prompts, many, cancels, words)
 }
 FAULTS = {f.__name__: f for f in (*faults.PARTS, *legacy.PARTS)}
 PARTS = [*FAULTS, *MODELS]
@@ -232,7 +236,7 @@ def main() -> int:
                 task = faults.Task(seed, each, options.complete, *options.share, options.first)
                 found: dict[str, Any] = {"attempts": FAULTS[name](task), "wrong": []}
             else:
-                endless = options.complete and name == "equality"
+                endless = options.complete and name in ("equality", "many")
                 with scratch() as folder:
                     found = asdict(MODELS[name](folder, random.Random(f"{seed} {name}"), math.inf if endless else each))
         except Exception:

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxkv
+from mlxkv.decode import sampling
+from mlxkv.decode.counts import Counts
 from mlxkv.decode.request import SamplingParams
-from mlxkv.decode.sampling import Sampler
+from mlxkv.decode.sampling import Sampler, sample
 from mlxkv.errors import RequestError
 from tests import tiny
 
@@ -19,7 +21,11 @@ VOCAB = 12
 
 def draws(params: SamplingParams, logits: np.ndarray, prompt=(1, 2)) -> list[int]:
     sampler = Sampler(params, list(prompt), VOCAB)
-    return [int(sampler(mx.array(row)[None]).item()) for row in logits]
+    out = []
+    for row in logits:
+        out.append(int(sampler(mx.array(row)[None]).item()))
+        sampler.advance(out[-1])
+    return out
 
 
 def rows(n: int, seed=0) -> np.ndarray:
@@ -79,6 +85,75 @@ def test_penalties_and_bias_follow_their_definitions(presence, frequency, repeti
         sampled.append(got[i])
 
 
+PARAMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.7, 2.0]),
+        "top_p": st.sampled_from([0.5, 1.0]),
+        "top_k": st.integers(0, 4),
+        "min_p": st.sampled_from([0.0, 0.2]),
+        "presence_penalty": st.sampled_from([0.0, 1.0]),
+        "frequency_penalty": st.sampled_from([0.0, 1.5]),
+        "repetition_penalty": st.sampled_from([1.0, 1.5]),
+        "logit_bias": st.dictionaries(st.integers(0, 11), st.floats(-5, 5), max_size=3),
+        "logprobs": st.booleans(),
+    },
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(PARAMS, min_size=1, max_size=5), st.integers(0, 10**6), st.sampled_from([mx.float32, mx.bfloat16]))
+def test_a_row_is_what_its_sampler_gives_alone(params, seed, dtype):
+    params = [SamplingParams(seed=i, **p) for i, p in enumerate(params)]
+    together, alone = ([Sampler(p, [3, 7], VOCAB) for p in params] for _ in range(2))
+    for step in range(4):
+        logits = mx.array(rows(len(params), seed + step)).astype(dtype)
+        got = sample(together, logits)
+        assert got.tokens.dtype == mx.int32 and got.tokens.shape == (len(params),)
+        read = got.read()
+        for i, sampler in enumerate(alone):
+            assert read[i][0] == sampler(logits[i : i + 1]).item()
+            assert read[i][1] == sample([sampler], logits[i : i + 1]).read()[0][1]
+            sampler.advance(read[i][0])
+            together[i].advance(read[i][0])
+
+
+def test_a_step_may_be_sampled_again_and_a_free_row_has_no_sampler():
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=1, frequency_penalty=1.0), [1], VOCAB)
+    logits = mx.array(rows(2))
+    first, again = (sample([None, sampler], logits).tokens.tolist() for _ in range(2))
+    assert first == again and first[0] == logits[0].argmax().item()
+
+
+@pytest.mark.parametrize("few", [0, 1024])
+def test_many_tokens_are_penalised_as_few_are(few, monkeypatch):
+    monkeypatch.setattr(sampling, "FEW", few)
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5, repetition_context=50)
+    prompt, said = tiny.ids(30, 1), tiny.ids(60, 2)
+    sampler = Sampler(params, prompt, tiny.VOCAB)
+    for token in said:
+        sampler.advance(token)
+    logits = np.random.default_rng(3).normal(size=tiny.VOCAB).astype(np.float32)
+    row = logits.copy()
+    for token in set(said[-50:]):
+        row[token] = row[token] * np.float32(1.5) if row[token] < 0 else row[token] / np.float32(1.5)
+    for token in set(said):
+        row[token] -= np.float32(0.25 * said.count(token) + 0.5)
+    np.testing.assert_array_equal(np.array(sampler._processed(mx.array(logits)[None]))[0], row)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 200), max_size=150), st.lists(st.integers(0, 200), max_size=150), st.integers(1, 90))
+def test_counts_are_those_of_the_window(prompt, sampled, window):
+    every, recent = Counts(prompt), Counts(prompt, window)
+    for token in sampled:
+        every.add(token)
+        recent.add(token)
+    for counts, tokens in ((every, prompt + sampled), (recent, (prompt + sampled)[-window:])):
+        found = dict(zip(counts.ids().tolist(), counts.counts().tolist(), strict=True))
+        assert found == {t: tokens.count(t) for t in tokens}
+
+
 def test_a_seed_gives_the_same_text_whatever_was_cached(tiny_model, tmp_path):
     with mlxkv.load(tiny_model("qwen3_5"), cache_dir=tmp_path, block_size=16) as engine:
         options = {"temperature": 1.0, "top_p": 0.9, "seed": 42, "max_tokens": 20}
@@ -104,6 +179,7 @@ def test_a_top_p_of_zero_takes_the_likeliest_token(tiny_model):
     [
         ("temperature", -1), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 1.5), ("top_k", -1),
         ("min_p", 2), ("max_tokens", 0), ("max_tokens", True), ("seed", 2**64), ("presence_penalty", 3),
+        ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", -1), ("top_logprobs", True), ("top_logprobs", 3),
         ("repetition_penalty", 0), ("logit_bias", {-1: 1}), ("logit_bias", {1: 1000}), ("stop", ("",)),
     ],
 )  # fmt: skip
