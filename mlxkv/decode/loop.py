@@ -297,6 +297,7 @@ class Loop:
         except Exception as e:
             self._fail(key, self._told(e))
             return
+        self.seats.steps.interrupt()  # what comes next has waited for the chunk: it is no measure of a step
         self._pace.chunk_took(tokens, position, time.monotonic() - started)
         if prefill.remaining == 0:
             self._place(key)
