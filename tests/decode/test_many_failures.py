@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mlxkv.decode.request import Request
+from mlxkv.decode.request import Grammar, Request
 from mlxkv.errors import EngineError, PromptTooLong, RequestError
 from tests import tiny
 from tests.decode.faulty import MARK, Trap, not_a_number, raising
@@ -73,7 +73,7 @@ def company():
 
 @pytest.mark.parametrize(
     ("arch", "error"),
-    [("gemma3_text", ValueError("it failed")), ("qwen3_5", RuntimeError("[METAL] Command buffer failed"))],
+    [("gemma3_text", ValueError("it failed")), ("qwen3_5", RuntimeError("it failed"))],
 )
 def test_a_failed_step_fails_its_rows_and_nobody_else(model, alone, tmp_path, error):
     trap, plan = Trap(raising(error), at=30), company()
@@ -125,7 +125,7 @@ def test_bad_requests_touch_nobody(model, alone, tmp_path):
         (ask([5, 99_999]), RequestError),
         (ask([5, 6], logit_bias={99_999: 1.0}), RequestError),
         (Request(prompt="a\ud800b"), RequestError),
-        (Request(tokens=[5, 6], grammar={"regex": "no ( end"}), RequestError),
+        (Request(tokens=[5, 6], grammar=Grammar("regex", "no ( end")), RequestError),
     ]
     plan += [Planned(request, (n % 4, 3 + n)) for n, (request, _) in enumerate(bad)]
     with load(model, tmp_path) as engine:
