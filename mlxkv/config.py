@@ -136,6 +136,13 @@ def _sampling(key: str, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return parse
 
 
+def _compile(value: Any) -> str:
+    """auto, on or off; a file may say true or false."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    return "on" if _flag(value) else "off"
+
+
 _DTYPES = {"auto": "auto", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -159,6 +166,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "host": (_text, "a host name or address"),
     "port": (_whole(0, 65535), "a port from 0 (any free one) to 65535"),
     "async_kv_limit": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
+    "memory_limit": (parse_size, "a size such as 16GB or 12GiB"),
     "wired": (parse_size, "a size such as 512MB or 2GiB"),
     "allow_unprotected": (_flag, "true or false"),
     "numerics": (_choice({"fast": "fast", "exact": "exact"}), "fast or exact"),
@@ -168,6 +176,9 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "legacy_dirs": (_paths, f"folders of oMLX's cache: a list, or a text with {os.pathsep} between them"),
     "prefill_chunk": (_whole(1, 2**20), "a whole number of tokens, at least 1"),
     "split": (_choice({name: name for name in ("auto", "always", "never")}), "auto, always or never"),
+    "max_gap_ms": (_whole(1, 600_000), "a whole number of milliseconds, from 1 to 600,000"),
+    "max_rows": (_whole(1, 256), "a whole number from 1 to 256"),
+    "compile": (_compile, "auto, on or off"),
 }
 #: other spellings, in files and after MLXKV_; ``no_cache`` turns its value round
 ALIASES = {"temp": "temperature", "no_cache": "cache", "system_prompt": "system", "adapter_path": "adapter"}
@@ -195,12 +206,16 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8642
     async_kv_limit: int = 0
+    memory_limit: int | None = None
     wired: int | None = None
     allow_unprotected: bool = False
     numerics: str = "fast"
     blas: str = "auto"
     prefill_chunk: int | None = None
     split: str = "auto"
+    max_gap_ms: int | None = None
+    max_rows: int = 16
+    compile: str = "auto"
     ram_budget: int | None = None
     write_budget: int | None = None
     legacy_dirs: tuple[Path, ...] = ()
@@ -270,7 +285,11 @@ class Settings:
             "store_bits": self.store_bits,
             "prefill_chunk": self.prefill_chunk,
             "split": self.split,
+            "max_gap_ms": self.max_gap_ms,
+            "max_rows": self.max_rows,
+            "compile": self.compile,
             "async_kv_limit": self.async_kv_limit,
+            "memory_limit": self.memory_limit,
             "wired": self.wired,
             "allow_unprotected": self.allow_unprotected,
             "ram_budget": self.ram_budget,

@@ -62,6 +62,12 @@ class PromptTooLong(RequestError):
     code = "context_length_exceeded"
 
 
+class RequestTooLarge(RequestError):
+    """The request would not fit the memory limit if nothing else ran; the message has both numbers."""
+
+    code = "memory_limit_exceeded"
+
+
 class EngineError(MlxkvError):
     """Generation failed for one request; the engine lives on and takes others."""
 

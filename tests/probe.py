@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from mlxkv.decode.generation import Generation
 from mlxkv.decode.options import Options
 from mlxkv.decode.request import Completion, Request, SamplingParams
 from mlxkv.decode.runtime import Runtime, open_runtime
+from mlxkv.decode.solo import Solo
 
 BLOCK = 8
 #: largest |Δ logit| / largest |logit| that still counts as equal: bits, but on a GPU sums differ by the batch's shape
@@ -31,22 +31,38 @@ def runtime(model: Path, cache_dir: Path | None, **options) -> Runtime:
     return open_runtime(Options(model=model, cache_dir=cache_dir, block_size=BLOCK, **{"ram_budget": 0} | options))[0]
 
 
+class _Watched(Solo):
+    """Keeps the logits of its first forward, and the state before it."""
+
+    logits: mx.array | None = None
+
+    def forward(self, inputs, rungs):
+        out = super().forward(inputs, rungs)
+        if self.logits is None:
+            self.logits = out
+        return out
+
+
 class Probe(Generation):
-    """A generation that remembers the logits and the state its prefill ended with."""
+    """A generation that remembers the logits of the last prompt token and the state that it ends with."""
 
     logits: np.ndarray
     state: SequenceState
     completion: Completion
     keep = True
 
-    def _prefill(self, state, prompt):
-        out = super()._prefill(state, prompt)
-        self.logits, self.state = np.array(out[0].astype(mx.float32)), state
-        return out
+    def _prefill(self, state):
+        self.state = state
+        if not self.keep:
+            self.sequence.keep = lambda state, reason: None
+        return super()._prefill(state)
 
-    def _keep(self, state, prompt, reason):
-        if self.keep:
-            super()._keep(state, prompt, reason)
+    def _decode(self, executor):
+        watched = _Watched(self.rt.model, executor.state, executor._room)
+        reason = super()._decode(watched)
+        assert watched.logits is not None
+        self.logits = np.array(watched.logits[0].astype(mx.float32))
+        return reason
 
 
 def run(rt: Runtime, tokens: list[int], *, use_cache=True, keep=True, max_tokens=1) -> tuple[np.ndarray, Completion]:
@@ -58,7 +74,7 @@ def run(rt: Runtime, tokens: list[int], *, use_cache=True, keep=True, max_tokens
 def probe(rt: Runtime, tokens: list[int], *, use_cache=True, keep=True, max_tokens=1) -> Probe:
     """The finished generation itself."""
     request = Request(tokens=list(tokens), sampling=SamplingParams(max_tokens=max_tokens), use_cache=use_cache)
-    made = Probe(rt, request, lambda e: None, lambda: False, time.monotonic())
+    made = Probe(rt, request)
     made.keep = keep
     made.completion = made.run()
     return made

@@ -52,6 +52,17 @@ class Growing(_Rows):
 
     def reserve(self, capacity: int) -> None:
         self.cache.step = capacity
+        # its own growth cuts the buffer back to what is used first, and so ends at another length
+        wider = {name: self._widened(array, capacity) for name, array in self.arrays().items()}
+        if any(array is not wider[name] for name, array in self.arrays().items()):
+            self.resume(wider, self.cache.offset)
+
+    @staticmethod
+    def _widened(array: mx.array, capacity: int) -> mx.array:
+        missing = capacity - array.shape[2]
+        if missing <= 0:
+            return array
+        return mx.concatenate([array, mx.zeros((*array.shape[:2], missing, array.shape[3]), array.dtype)], axis=2)
 
     def hold(self) -> Any:
         # `a[:]` is another handle on the same buffer; a second reference to the same object would follow its rebinding.

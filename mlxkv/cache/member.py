@@ -95,7 +95,8 @@ class Member(ABC):
         return list(self.arrays().values())
 
     def reserve(self, capacity: int) -> None:  # noqa: B027 - only rows grow
-        """Buffers of rows are allocated, and later grow, in steps of ``capacity`` rows."""
+        """Buffers of rows have room for ``capacity`` rows: those that are there already at once (lazily), others from
+        their first row on. Beyond that they grow by as many rows. Rows are never taken away."""
 
     def catch_up(self) -> None:  # noqa: B027 - most kinds are always up to date
         """Compute (lazily) what may wait until it is needed: before a capture, and before rows are read."""

@@ -39,6 +39,7 @@ class Plan:
 
     ``parent`` is the key that the block of ``position`` hangs on; ``base`` the entry of that block that has its rows
     before ``position``, for later deltas: what was restored is never stored again. ``reason`` says why it is not more.
+    ``legacy`` are entries that were just taken from legacy folders; ``unasked``: these are still to be asked for more.
     """
 
     position: int = 0
@@ -47,6 +48,8 @@ class Plan:
     parent: bytes = b""
     base: Entry | None = None
     reason: str | None = "empty"
+    legacy: frozenset[bytes] = frozenset()
+    unasked: bool = False
 
 
 class Planner:

@@ -92,6 +92,12 @@ class Ram:
         """Bytes held, pinned ones too."""
         return self._bytes
 
+    @property
+    def pinned(self) -> int:
+        """Bytes held that cannot leave yet, whatever the budget."""
+        with self._lock:
+            return sum(size for (key, _), size in self._recent.items() if self._held[key].pins)
+
     def resize(self, budget: int) -> None:
         """Another budget, from now on; what is over it leaves."""
         with self._lock:
@@ -258,12 +264,12 @@ class RamReader:
     def read_into(self, name: str, views: Sequence[memoryview]) -> None:
         """Copy one tensor into writable byte views, in order; the checksum is compared in the copy. Raises
         RecordError."""
-        source = self.body.arrays[name][1].reshape(-1).view(np.uint8).data
+        source = self.body.arrays[name][1].reshape(-1).view(np.uint8)
         if sum(len(v) for v in views) != len(source):
             raise RecordError(f"tensor {name} has {len(source)} bytes")
         at = 0
-        for view in views:
-            view[:] = source[at : at + len(view)]
+        for view in views:  # NumPy copies without holding up other threads, which an assignment to the view would
+            np.copyto(np.frombuffer(view, np.uint8), source[at : at + len(view)])
             at += len(view)
         if checksum(views) != self.body.sums.get(name):
             raise RecordError(f"tensor {name} has a wrong checksum")

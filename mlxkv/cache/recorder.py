@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,7 @@ from .layout import Layout, tensor_name
 from .planner import Plan
 from .ram import Draft
 from .record import Body, HostArrays, Meta
-from .state import Member, PositionError, SequenceState
+from .state import Member, PositionError
 from .tiers import Handover
 
 log = logging.getLogger("mlxkv.cache")
@@ -59,12 +59,24 @@ class _Rows:
     arrays: HostArrays
 
 
+class Followed(Protocol):
+    """A sequence's state as a recorder needs it: a ``SequenceState``, or a row of a batch."""
+
+    @property
+    def members(self) -> Sequence[Member] | None: ...
+
+    @property
+    def position(self) -> int: ...
+
+    def catch_up(self) -> None: ...
+
+
 @dataclass
 class Recorder:
     """``tokens`` is the sequence's own list (prompt, then generated ids) and may grow. ``handover`` takes finished
     groups; ``stored`` says whether a key is stored with all its rows, and with a state."""
 
-    state: SequenceState
+    state: Followed
     tokens: list[int]
     space: KeySpace
     layout: Layout

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from .folder import CacheFolder
-from .host import Destination, from_host
+from .host import Destination
 from .index import Entry
 from .keys import KeySpace, unpack
 from .layout import Layout, MemberSpec, tensor_name
@@ -17,25 +20,33 @@ from .member import PositionError
 from .packing import PARTS
 from .planner import Piece, Plan
 from .ram import Draft, Ram, RamReader
+from .readers import bare
 from .record import Body, Meta, OtherRows, Reader, RecordError
 from .state import SequenceState
 from .tensors import TensorSpec, finite
 
 
 class RestoreFailed(Exception):
-    """One record of the plan failed; ``error`` says how, ``tier`` where it was read. ``num_succeeded`` is how many
-    pieces of the plan were read and verified before: they are not read again for the next plan that begins with them.
+    """One record of the plan failed; ``error`` says how, ``tier`` where it was read. The pieces of the plan that were
+    read and verified before are not read again for the next plan that begins with them (``Restorer.num_succeeded``).
     """
 
-    def __init__(self, entry: Entry, kind: str, error: RecordError, tier: str, num_succeeded: int = 0) -> None:
+    def __init__(self, entry: Entry, kind: str, error: RecordError, tier: str) -> None:
         super().__init__(f"{entry.key.hex()[:12]}.{kind} ({tier}): {error}")
         self.entry, self.kind, self.error, self.tier = entry, kind, error, tier
-        self.num_succeeded = num_succeeded
+
+
+class Stopped(Exception):
+    """Nobody wants what is being read any more."""
 
 
 class Restorer:
     """Reads for one request into destinations that belong to nobody else yet: from RAM what is there, else from disk.
-    Where a record fails, ``run`` goes on with the next plan after the pieces that both begin with.
+
+    ``prepare`` says what is to be read, as tasks, and ``make`` makes the destinations: then the tasks may run, on other
+    threads and several at once, and see host bytes only. Once none runs any more, ``attach`` gives the arrays to a
+    state, or, where a task raised RestoreFailed, ``prepare`` goes on with the next plan after the pieces that both
+    begin with, or ``discard`` lets go of all. All four belong to the engine's thread.
 
     What was read from disk is kept in RAM, as far as its budget goes. ``used`` are the tiers that were read. A file may
     hold more rows than the index says: others were merged into it.
@@ -46,25 +57,74 @@ class Restorer:
         self.used: set[str] = set()
         #: entries whose files hold more rows than the index says
         self.other: dict[bytes, Entry] = {}
+        #: tasks raise Stopped as soon as they see it
+        self.stopped = False
         self._promoted = 0
-        # rows: where they are read to, which pieces (and tiers) were verified there, and the end of what was touched
-        self._into: dict[str, Destination] = {}
-        self._verified: list[tuple[Piece, str]] = []
+        self._lock = threading.Lock()  # of all that tasks change
+        self._plan = Plan()
+        # rows: where they are read to, which pieces were read from which tier, and the end of what was touched
+        self._rows: dict[str, Destination] = {}
+        self._pieces: list[Piece] = []
+        self._read: dict[int, str] = {}
         self._touched = 0
+        # of this plan alone
+        self._states: dict[str, Destination] = {}
+        self._windows: dict[str, Destination] = {}
+        self._unmade: list[_Unmade] = []
 
-    def run(self, plan: Plan, state: SequenceState, capacity: int) -> int:
-        """Bring a fresh ``state`` to ``plan.position``, growing buffers with room for ``capacity`` rows; returns the
-        bytes read. Raises RestoreFailed; the state is as new then."""
-        arrays: dict[str, mx.array] = {}
-        read = 0
-        position = plan.position
+    @property
+    def num_succeeded(self) -> int:
+        """How many pieces, from the first on, have been read and verified."""
+        return next(i for i in range(len(self._pieces) + 1) if i not in self._read)
+
+    def nbytes(self, plan: Plan) -> int:
+        """About how many bytes a plan reads."""
+        near = 2 * self.space.block  # a window's first and last records are read whole
+        return sum(
+            t.nbytes(plan.position if m.window is None else min(plan.position, m.keep + m.window + near))
+            for m in self.layout.members
+            for t in m.stored
+        )
+
+    def prepare(self, plan: Plan, capacity: int) -> list[Callable[[], None]]:
+        """What is to be read for ``plan``, growing buffers with room for ``capacity`` rows: each task does one record,
+        and raises RestoreFailed. The state comes first: where it fails, an earlier one is next, and rows would be read
+        for nothing."""
+        self._plan, self._states, self._windows, self._unmade = plan, {}, {}, []
+        tasks: list[Callable[[], None]] = []
         self.used.clear()
-        if plan.state is not None:  # first: where it fails, an earlier state is next, and rows would be read again
-            read += self._state(plan.state, position, arrays)
+        if plan.state is not None:
+            if plan.state.end != plan.position:
+                raise PositionError(f"A state of position {plan.state.end} was planned for position {plan.position}.")
+            self._unmade += [_Unmade(self._states, t.name, t.shape, t.dtype) for t in self.layout.tensors("state")]
+            tasks.append(partial(self._read_state, plan.state, self._states))
         if plan.pieces:
-            read += self._rows(plan, max([capacity, *(p.end for p in plan.pieces)]), arrays)
+            tasks += self._prepare_rows(plan, max([capacity, *(p.end for p in plan.pieces)]))
         if "window" in self.layout.kinds:
-            read += self._windows(plan, arrays)
+            tasks += self._prepare_windows(plan)
+        return tasks
+
+    def make(self, most: int | None = None) -> bool:
+        """Make destinations, at most ``most`` bytes or one of them; whether all are there. That takes a while: fresh
+        memory is filled."""
+        made = 0
+        while self._unmade:
+            u = self._unmade[0]
+            size = TensorSpec(u.tensor, u.dtype, u.shape).nbytes(0)
+            if most is not None and made and made + size > most:
+                return False
+            u.into[u.tensor] = Destination(u.shape, u.dtype)
+            del self._unmade[0]
+            made += size
+        return True
+
+    def attach(self, state: SequenceState) -> None:
+        """Bring a fresh ``state`` to the plan's position, once all its tasks are done. Whatever it raises, the arrays
+        are gone."""
+        position = self._plan.position
+        into = {**self._states, **self._rows, **self._windows}
+        self.discard()
+        arrays = {name: destination.release() for name, destination in into.items()}
         for name, packing in self.layout.packings.items():
             stored = {part: arrays.pop(part) for part in (f"{name}.{p}" for p in PARTS)}
             arrays[name] = packing.unpack(name, stored)
@@ -77,12 +137,23 @@ class Restorer:
             if member.position not in (None, position):
                 raise PositionError(f"Member {member.label} does not stand at {position} after its restore.")
         state.position = position
-        return read
+
+    def discard(self) -> None:
+        """Let go of all destinations. No task may run any more: it would write into memory that is not there."""
+        self._rows, self._states, self._windows, self._unmade = {}, {}, {}, []
+        self._pieces, self._read, self._touched = [], {}, 0
+
+    # on any thread
+
+    def _check(self) -> None:
+        if self.stopped:
+            raise Stopped
 
     @contextmanager
     def _open(self, piece: Piece, kind: str) -> Iterator[Reader | RamReader]:
         """Open and compare with the chain: the record must be what the plan says. Raises RestoreFailed, also for a
         RecordError of the caller."""
+        self._check()
         entry, tier = piece.entry, "ram"
         try:
             reader: Reader | RamReader | None = self.ram.open(entry.key, kind)
@@ -94,11 +165,13 @@ class Restorer:
             with reader:
                 self._compare(reader.meta, piece, kind)
                 if tier == "ssd" and kind != "state" and reader.meta.row_start != entry.row_start:
-                    self.other[entry.key] = entry
+                    with self._lock:
+                        self.other[entry.key] = entry
                 yield reader
         except RecordError as e:
-            raise RestoreFailed(entry, kind, e, tier, len(self._verified)) from e
-        self.used.add(tier)
+            raise RestoreFailed(entry, kind, bare(e), tier) from None
+        with self._lock:
+            self.used.add(tier)
 
     def _compare(self, m: Meta, piece: Piece, kind: str) -> None:
         entry = piece.entry
@@ -121,85 +194,121 @@ class Restorer:
         if isinstance(reader, RamReader):
             return
         size = sum(b - a for _, _, a, b in reader.tensors.values())
-        if self._promoted + size > self.ram.budget:
-            return
-        self._promoted += size
+        with self._lock:
+            if self._promoted + size > self.ram.budget:
+                return
+            self._promoted += size
         held = {name: (reader.tensors[name][0], array) for name, array in arrays().items()}
         self.ram.put(Draft(reader.meta, {reader.meta.kind: Body(held, dict(reader.sums))}, ()))
 
-    def _rows(self, plan: Plan, capacity: int, arrays: dict[str, mx.array]) -> int:
-        specs = self.layout.tensors("rows")
-        into = self._into or {t.name: Destination(t.sized(capacity), t.dtype) for t in specs}
-        self._into = into
-        self._verified = self._verified[: _shared([piece for piece, _ in self._verified], plan.pieces)]
-        self.used.update(tier for _, tier in self._verified)
+    def _whole(self, reader: Reader | RamReader, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
+        """All tensors of a record, verified, in memory of their own."""
+        out = {}
+        for t in specs:
+            self._check()
+            out[t.name] = reader.read(t.name)
+        return out
+
+    # rows
+
+    def _prepare_rows(self, plan: Plan, capacity: int) -> list[Callable[[], None]]:
+        specs = [t for t in self.layout.tensors("rows") if t.name not in self._rows]
+        self._unmade += [_Unmade(self._rows, t.name, t.sized(capacity), t.dtype) for t in specs]
+        kept = min(self.num_succeeded, _shared(self._pieces, plan.pieces))
+        self._pieces, self._read = plan.pieces, {i: self._read[i] for i in range(kept)}
+        self.used.update(self._read.values())
+        tasks: list[Callable[[], None]] = []
+        if self._touched > plan.position:  # what an earlier plan left there: rows nobody has verified, NaN even
+            tasks.append(partial(self._clear, plan.position, self._touched))
+        return [*tasks, *(partial(self._read_rows, i, plan.pieces[i]) for i in range(kept, len(plan.pieces)))]
+
+    def _clear(self, a: int, b: int) -> None:
+        for destination in self._rows.values():
+            destination.clear_rows(a, b)
+        self._touched = a
+
+    def _read_rows(self, i: int, piece: Piece) -> None:
+        specs, into = self.layout.tensors("rows"), self._rows
         factors = [t for name in self.layout.packings for t in specs if t.name in (f"{name}.scales", f"{name}.biases")]
-        read = 0
-        for piece in plan.pieces[len(self._verified) :]:
-            a, b = piece.start, piece.end
+        a, b = piece.start, piece.end
+        with self._lock:
             self._touched = max(self._touched, b)
-            with self._open(piece, "rows") as reader:
-                held = range(reader.meta.row_start, reader.meta.end)
-                reader.require(specs, len(held))
-                read += sum(t.nbytes(len(held)) for t in specs)
-                if held == range(a, b):
-                    for t in specs:
-                        reader.read_into(t.name, into[t.name].row_views(a, b))
-                    _require_finite({t.name: into[t.name].rows(a, b) for t in factors}, factors)
-                    self._promote(reader, lambda a=a, b=b: {name: d.copy_rows(a, b) for name, d in into.items()})
-                else:  # a part of them: all are read and verified in memory of their own
-                    whole = {t.name: reader.read(t.name) for t in specs}
-                    _require_finite(whole, factors)
-                    for name, rows in whole.items():
-                        into[name].put_rows(a, rows[:, :, a - held.start : b - held.start])
-                    self._promote(reader, lambda whole=whole: whole)
-                tier = "ram" if isinstance(reader, RamReader) else "ssd"
-            self._verified.append((piece, tier))
-        for destination in into.values():  # what an earlier plan left there: rows that nobody has verified, NaN even
-            destination.clear_rows(plan.position, self._touched)
-        arrays.update({name: d.release() for name, d in into.items()})
-        self._into, self._verified, self._touched = {}, [], 0
-        return read
+        with self._open(piece, "rows") as reader:
+            held = range(reader.meta.row_start, reader.meta.end)
+            reader.require(specs, len(held))
+            if held == range(a, b):
+                for t in specs:
+                    self._check()
+                    reader.read_into(t.name, into[t.name].row_views(a, b))
+                _require_finite({t.name: into[t.name].rows(a, b) for t in factors}, factors)
+                self._promote(reader, lambda: {name: d.copy_rows(a, b) for name, d in into.items()})
+            else:  # a part of them: all are read and verified in memory of their own
+                whole = self._whole(reader, specs)
+                _require_finite(whole, factors)
+                for name, rows in whole.items():
+                    into[name].put_rows(a, rows[:, :, a - held.start : b - held.start])
+                self._promote(reader, lambda: whole)
+            tier = "ram" if isinstance(reader, RamReader) else "ssd"
+        with self._lock:
+            self._read[i] = tier
 
-    def _windows(self, plan: Plan, arrays: dict[str, mx.array]) -> int:
+    # windows
+
+    def _prepare_windows(self, plan: Plan) -> list[Callable[[], None]]:
         position = plan.position
-        specs = self.layout.tensors("window")
         members = [m for m in self.layout.members if m.record == "window"]
-        parts: list[tuple[Piece, int, dict[str, np.ndarray]]] = []  # the second: position of the first row
-        read = 0
-        for piece in plan.pieces:
-            if not any(_needed(m, piece, position) for m in members):
-                continue
-            with self._open(piece, "window") as reader:
-                first = reader.meta.row_start
-                reader.require(specs, reader.meta.end - first)
-                parts.append((piece, first, {t.name: reader.read(t.name) for t in specs}))
-                read += sum(t.nbytes(reader.meta.end - first) for t in specs)
-                self._promote(reader, lambda: parts[-1][2])  # only read from here on
+        parts: dict[int, list[_Part]] = {}  # by piece
         for member in members:
-            for t in member.tensors:
-                rows = [
-                    data[t.name][:, :, a - first : b - first]
-                    for piece, first, data in parts
-                    for a, b in _needed(member, piece, position)
-                ]
-                arrays[t.name] = from_host(np.ascontiguousarray(np.concatenate(rows, axis=2)), t.dtype)
-                if arrays[t.name].shape[2] != min(position, (member.window or 0) + member.keep):
-                    raise PositionError(f"Window of member {member.path} is incomplete at {position}.")
-        return read
+            at = 0
+            for i, piece in enumerate(plan.pieces):
+                for a, b in _needed(member, piece, position):
+                    parts.setdefault(i, []).extend(_Part(t.name, a, b, at) for t in member.tensors)
+                    at += b - a
+            if at != min(position, (member.window or 0) + member.keep):
+                raise PositionError(f"Window of member {member.path} is incomplete at {position}.")
+            self._unmade += [_Unmade(self._windows, t.name, t.sized(at), t.dtype) for t in member.tensors]
+        return [partial(self._read_window, plan.pieces[i], parts[i], self._windows) for i in sorted(parts)]
 
-    def _state(self, entry: Entry, position: int, arrays: dict[str, mx.array]) -> int:
+    def _read_window(self, piece: Piece, parts: list[_Part], into: dict[str, Destination]) -> None:
+        specs = self.layout.tensors("window")
+        with self._open(piece, "window") as reader:
+            first = reader.meta.row_start
+            reader.require(specs, reader.meta.end - first)
+            whole = self._whole(reader, specs)
+            for part in parts:
+                into[part.tensor].put_rows(part.at, whole[part.tensor][:, :, part.start - first : part.end - first])
+            self._promote(reader, lambda: whole)  # only read from here on
+
+    # states
+
+    def _read_state(self, entry: Entry, into: dict[str, Destination]) -> None:
         specs = self.layout.tensors("state")
-        if entry.end != position:
-            raise PositionError(f"A state of position {entry.end} was planned for position {position}.")
-        into = {t.name: Destination(t.shape, t.dtype) for t in specs}
-        with self._open(Piece(entry, position, position), "state") as reader:
+        with self._open(Piece(entry, entry.end, entry.end), "state") as reader:
             reader.require(specs, 0)
             for t in specs:
+                self._check()
                 reader.read_into(t.name, into[t.name].views())
             self._promote(reader, lambda: {name: d.copy() for name, d in into.items()})
-        arrays.update({name: d.release() for name, d in into.items()})
-        return sum(t.nbytes(0) for t in specs)
+
+
+@dataclass(frozen=True)
+class _Unmade:
+    """A destination that is to be made, as ``into[tensor]``."""
+
+    into: dict[str, Destination]
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows [start, end) of a windowed tensor, of which the first is row ``at`` of its array."""
+
+    tensor: str
+    start: int
+    end: int
+    at: int
 
 
 def _shared(a: list[Piece], b: list[Piece]) -> int:

@@ -28,9 +28,10 @@ from .opening import open_index
 from .planner import Plan, Planner
 from .policy import Policy
 from .ram import Ram
-from .record import MissingRecord, OtherRows
+from .record import MissingRecord
 from .recorder import Recorder
-from .restore import RestoreFailed, Restorer
+from .restore import RestoreFailed
+from .restoring import Restores, Restoring
 from .state import SequenceState
 from .tiers import Handover, View
 from .wanted import take_in_prompt
@@ -108,12 +109,11 @@ class PrefixStore:
         self._open(progress)
         self._again = float("-inf")
         self._spaces: dict[str, KeySpace] = {}
-        self._pinned: frozenset[bytes] = frozenset()
-        #: entries that the last look-up had from legacy folders
-        self._from_legacy: frozenset[bytes] = frozenset()
+        self.restores = Restores()
         self.ram = Ram(ram_budget, lambda key, kind: self.writer.evicted(key, kind))
         self.view = View(self.index, self.ram, layout.kinds)
         self._running: Callable[[], Handover | None] = lambda: None
+        self._handovers: list[weakref.ref[Handover]] = []
         policy = policy or Policy()
         self.writer = Writer(
             self.folder,
@@ -122,7 +122,7 @@ class PrefixStore:
             keeper=Keeper(self.folder, layout, self.ram, policy),
             store=self._store_id(),
             stopped=self._stopped(),
-            pinned=lambda: self._pinned,
+            pinned=lambda: self.restores.pinned,
             share=share,
             limit=queue_limit,
             floor=disk_floor,
@@ -136,7 +136,7 @@ class PrefixStore:
                 block,
                 self.ram,
                 daily=policy.daily,
-                pinned=lambda: self._pinned,
+                pinned=lambda: self.restores.pinned,
                 interrupted=interrupted,
             ),
             busy=self._busy,
@@ -145,9 +145,9 @@ class PrefixStore:
         self._count_unseen()
 
     def _busy(self) -> bool:
-        """A request that may store something is running."""
+        """A request that may store something is running, or restoring."""
         running = self._running()
-        return running is not None and not running.done
+        return bool(self.restores.pinned) or (running is not None and not running.done)
 
     def _count_unseen(self) -> None:
         """Count folders of records that could not be listed; opening the index has said which."""
@@ -222,6 +222,8 @@ class PrefixStore:
         """If the folder, its lock or its index was removed or replaced under way, open it again. Called where no record
         is being read: nothing of this store is in the old one then but groups that the writer has given up. Where
         that fails, nothing is written until the next attempt."""
+        if self.restores.under_way:
+            return
         lost = self.writer.lost or self.index.replaced() or self._lock.lost()
         if not lost or time.monotonic() < self._again or not self.writer.pause(INDEX_WAIT):
             return
@@ -266,8 +268,11 @@ class PrefixStore:
             self._spaces[salt] = KeySpace.of(self.identity, self.block, salt)
         return self._spaces[salt]
 
-    def lookup(self, tokens: list[int], salt: str = "") -> Plan:
-        """The plan that covers most of ``tokens`` but the last, from what RAM and disk hold together."""
+    def lookup(self, tokens: list[int], salt: str = "", *, legacy: bool = True) -> Plan:
+        """The plan that covers most of ``tokens`` but the last, from what RAM and disk hold together. Legacy folders
+        are asked where these know nothing further, which may take long: with ``legacy=False``, only once the plan is
+        executed (``begin``), on another thread."""
+        self.restores.tidy()
         self._renew()
         space = self.space(salt)
         limit = len(tokens) - 1
@@ -276,11 +281,12 @@ class PrefixStore:
             planner = Planner(self.view, space, self.layout)
             known = self._take_in(planner, tokens, limit)
             plan = planner.plan(tokens, limit)
-            self._from_legacy = frozenset()
             if self.legacy is not None and not salt and plan.position < limit and self.view.error is None:
-                self._from_legacy = self.legacy.extend(self, tokens, plan.position)
-                if self._from_legacy:
+                if not legacy:
+                    plan.unasked = True
+                elif keys := self.legacy.extend(self, tokens, plan.position):
                     plan = planner.plan(tokens, limit)
+                    plan.legacy = keys
             if self.view.error is not None:  # what RAM holds is still good
                 self.folder.suspect(self.view.error)
                 reason = self._fault("io_error", f"the index: {self.view.error}")
@@ -318,65 +324,14 @@ class PrefixStore:
     ) -> tuple[SequenceState, Lookup, Plan]:
         """Execute ``plan`` on a fresh state. A record that fails is a miss from there on: its verdict is kept, the
         plan is made again without it, and the reason is the failure's. Never raises for a store fault."""
-        space = self.space(salt)
-        limit = len(tokens) - 1
-        planner = Planner(self.view, space, self.layout)
-        bad: set[tuple[bytes, str]] = set()
-        adopted: set[tuple[bytes, str]] = set()
-        failure: str | None = None
-        restorer = Restorer(self.folder, self.ram, space, self.layout, tokens)
+        return self.begin(plan, tokens, new_state, capacity, salt).finish()
 
-        def again() -> Plan:
-            try:
-                return planner.plan(tokens, limit, bad)
-            except Exception as e:
-                self._fault("io_error", f"the index: {e}")
-                return Plan(parent=space.root)
-
-        while plan.position > 0:
-            self._pinned = frozenset(p.entry.key for p in plan.pieces)
-            self.ram.touch([*([plan.state.key] if plan.state else []), *(p.entry.key for p in reversed(plan.pieces))])
-            state = new_state()  # which may take memory of the RAM tier's: not of what is read now, if it can be
-            try:
-                restorer.run(plan, state, capacity)
-            except RestoreFailed as e:
-                first = (e.entry.key, e.kind) not in adopted
-                other = isinstance(e.error, OtherRows) and first and self._adopt(e.entry, e.kind)
-                if other or (first and self._merged(e)):
-                    adopted.add((e.entry.key, e.kind))
-                    plan = again()
-                    continue
-                if e.tier == "ram":  # the one on disk may be good; it is asked next
-                    self._fault(e.error.reason, str(e))
-                    self.ram.drop(e.entry.key, e.kind)
-                    plan = again()
-                    failure = failure or (e.error.reason if plan.position < limit else None)
-                    continue
-                # rows without their state: said as a look-up after a restart would say it
-                rows = e.entry.row_start == e.entry.end or self.folder.file(e.entry.key, "rows").exists()
-                gone = e.kind == "state" and isinstance(e.error, MissingRecord) and rows
-                failure = failure or ("no_state" if gone else e.error.reason)
-                bad.add((e.entry.key, e.kind))
-                self._discard(e)
-                plan = again()
-                continue
-            except Exception as e:
-                failure = self._fault("corrupt", repr(e))
-                plan = Plan(parent=space.root)
-                continue
-            finally:
-                self._pinned = frozenset()
-            for entry in restorer.other.values():
-                self._adopt(entry)
-            # what it hangs on stays as long as it does
-            self._note_use(plan.state.key if plan.state is not None else plan.pieces[-1].entry.key)
-            reason = failure or plan.reason if plan.position < limit else None
-            source = "ssd" if "ssd" in restorer.used else "ram"
-            if self._from_legacy & {e.key for e in [*(p.entry for p in plan.pieces), plan.state] if e is not None}:
-                source = "legacy"
-            return state, Lookup(plan.position, source, reason, None if reason is None else plan.position), plan
-        reason = (failure or plan.reason or "empty") if limit > 0 else None
-        return new_state(), Lookup(0, "none", reason, None if reason is None else 0), plan
+    def begin(
+        self, plan: Plan, tokens: list[int], new_state: Callable[[], SequenceState], capacity: int, salt: str = ""
+    ) -> Restoring:
+        """The same in steps: while other threads read, this one does what it likes. Whoever does not want the result
+        any more says so with ``cancel()``. Raises what ``new_state`` raises."""
+        return Restoring(self, plan, tokens, new_state, capacity, salt)
 
     def _note_use(self, key: bytes) -> None:
         self.writer.touch(key)
@@ -398,7 +353,9 @@ class PrefixStore:
         space = self.space(salt)
         planner = Planner(self.view, space, self.layout)
         handover = Handover(self.ram, self.writer, space, plan, tokens, roles or {}, turn)
-        self._running = weakref.ref(handover)
+        alive = [ref for ref in self._handovers if (h := ref()) is not None and not h.done]
+        self._handovers = refs = [*alive, weakref.ref(handover)]
+        self._running = lambda: next((h for ref in refs if (h := ref()) is not None and not h.done), None)
 
         def stored(key: bytes) -> tuple[bool, bool]:
             entry = self.view.entry(key)
@@ -444,7 +401,9 @@ class PrefixStore:
         return None
 
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
-        """Write what waits, tips too, for at most so many seconds; then release the folder."""
+        """Give up what is being restored and write what waits, tips too, for at most so many seconds; then release the
+        folder."""
+        self.restores.close(timeout)
         adopted = self.adopter is None or self.adopter.close(timeout)
         if not self.writer.close(timeout) or not adopted:
             # a write that the disk does not answer may still put its files there: what it reserved stays, and the lock

@@ -67,6 +67,7 @@ class UnwrittenStore(PrefixStore):
         self._fault(failed.error.reason, str(failed))
 
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
+        self.restores.close(timeout)
         self.writer.close(timeout)
         if self.legacy is not None:
             self.legacy.close(self)

@@ -91,6 +91,12 @@ ENGINE = CACHE_DIR | _group(
             "Submit steps early while live KV is below this size (Mac; off by default).",
             {"metavar": "SIZE"},
         ),
+        "memory_limit": (
+            str | None,
+            ("--memory-limit",),
+            "What weights, live caches and records in RAM may take (default: what the system recommends).",
+            {"metavar": "SIZE"},
+        ),
         "wired": (
             str | None,
             ("--wired",),
@@ -101,6 +107,30 @@ ENGINE = CACHE_DIR | _group(
             bool | None,
             ("--allow-unprotected",),
             "Keep state on a volume where file modes do not stick.",
+        ),
+    },
+)
+MANY = _group(
+    "Many at once",
+    {
+        "max_gap_ms": (
+            str | None,
+            ("--max-gap-ms",),
+            "Milliseconds between two tokens of an answer at most while other prompts are read "
+            "(default: 250 on a GPU, 500 on a CPU).",
+            {"metavar": "MS"},
+        ),
+        "max_rows": (
+            str | None,
+            ("--max-rows",),
+            "Answers that decode at the same time (default 16).",
+            {"metavar": "N"},
+        ),
+        "compile": (
+            str | None,
+            ("--compile",),
+            "Whether decoding steps are compiled: auto (where it is faster), on or off.",
+            {"metavar": "WHEN"},
         ),
     },
 )

@@ -14,6 +14,7 @@ from .options import (
     DEFAULT_MAX_TOKENS,
     ENGINE,
     INTERRUPTED,
+    MANY,
     MODEL,
     SALT,
     SAMPLING,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ..config import Settings
 
 
-@command(MODEL, SAMPLING, SYSTEM, ENGINE, SALT)
+@command(MODEL, SAMPLING, SYSTEM, ENGINE, MANY, SALT)
 def run(
     flags: Flags,
     prompt: Question = None,

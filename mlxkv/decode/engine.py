@@ -1,4 +1,4 @@
-"""The engine: one thread that owns MLX, a queue in front of it, and one request decoded at a time, in order."""
+"""The engine: one thread that owns MLX and runs the loop, a queue in front of it, and a watch over both."""
 
 from __future__ import annotations
 
@@ -6,34 +6,71 @@ import atexit
 import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from .. import numerics
 from ..errors import DeviceError, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
 from .options import EngineInfo, Options
 from .request import Request
+from .status import Status
 from .threads import join_fully, leave_device
 from .ticket import Ticket
+from .watchdog import Watchdog
 
 log = logging.getLogger("mlxkv.engine")
 
 #: a second device failure within this many seconds ends the engine
 FAILURE_WINDOW = 60.0
+#: seconds between two looks at the memory while nothing is to be done
+IDLE_S = 1.0
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Health:
-    """``ok`` is False once the loop cannot answer any more; ``reason`` says why."""
+    """``reason``: why the loop cannot answer, for now or for good; None if it can. active: requests that were admitted,
+    queued: those that were not."""
 
-    ok: bool
     reason: str | None
     active: int
     queued: int
+
+    @property
+    def ok(self) -> bool:
+        return self.reason is None
+
+
+class _Question:
+    """Something that is asked of the loop by another thread."""
+
+    def __init__(self, ask: Callable[[Any], Any]) -> None:
+        self._ask = ask
+        self._done = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def ask(self, loop: Any) -> None:
+        try:
+            self._result = self._ask(loop)
+        except BaseException as e:
+            self._error = e
+        self._done.set()
+
+    def refuse(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+
+    def answer(self) -> Any:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 class Engine:
@@ -44,15 +81,19 @@ class Engine:
     free disk, at most 32 GB. store_bits: 4 or 8 has the store keep rows of keys and values quantised, which takes less
     room and is not exact (None: exact). block_size: the store's grid, tokens. prefill_chunk: tokens of one prefill
     forward, None for what suits the device. split: whether a boundary of the store cuts a forward: always, never where
-    the model can do without, or auto (on a GPU only 512 tokens or more after the last cut). async_kv_limit: bytes of
-    live state up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM;
+    the model can do without, or auto (on a GPU only 512 tokens or more after the last cut). max_gap_ms: milliseconds
+    that two tokens of an answer should at most be apart while other prompts are read, whose chunks shrink for it;
+    None: 250 on a GPU, 500 on a CPU. max_rows: answers that decode at the same time. compile: whether decoding steps
+    are compiled: on, off, or auto (where that was measured faster). async_kv_limit: bytes of live state up to which a
+    step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM;
     None: 1/16 of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB.
     legacy_dirs: cache folders of oMLX's that are read, at most 20 s a request, where the store itself knows nothing
     further; only those that an import was given --assume-same-weights for.
     memory_limit: bytes that weights, live caches and records in RAM may take together: where a request's caches need
     more, RAM keeps less meanwhile; None: what Metal recommends, elsewhere three quarters of memory. wired: bytes to
-    wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait. progress: told
-    (what is done, how much of it, of how much) on the engine's thread while it starts.
+    wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait. watchdog_s:
+    seconds after which a turn of the loop (a chunk of a prompt, a step) counts as hung, and the engine as not ready.
+    progress: told (what is done, how much of it, of how much) on the engine's thread while it starts.
 
     Raises ModelError if the model cannot be loaded, ConfigError for settings that cannot work.
     """
@@ -70,6 +111,9 @@ class Engine:
         block_size: int = 256,
         prefill_chunk: int | None = None,
         split: str = "auto",
+        max_gap_ms: float | None = None,
+        max_rows: int = 16,
+        compile: Literal["auto", "on", "off"] = "auto",
         async_kv_limit: int = 0,
         wired: int | None = None,
         allow_unprotected: bool = False,
@@ -78,6 +122,7 @@ class Engine:
         legacy_dirs: Sequence[Path | str] = (),
         memory_limit: int | None = None,
         max_queue: int = 256,
+        watchdog_s: float = 300.0,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self._options = Options(
@@ -90,6 +135,9 @@ class Engine:
             block_size=block_size,
             prefill_chunk=prefill_chunk,
             split=split,
+            max_gap_ms=max_gap_ms,
+            max_rows=max_rows,
+            compile=compile,
             async_kv_limit=async_kv_limit,
             wired=wired,
             allow_unprotected=allow_unprotected,
@@ -102,10 +150,13 @@ class Engine:
         numerics.prepare()
         self._max_queue = max_queue
         self._queue: deque[Ticket] = deque()
-        self._active: Ticket | None = None
+        self._asked: deque[_Question] = deque()
+        self._status = Status()
+        self._watchdog = Watchdog(watchdog_s)
         self._closing = False
         self._unhealthy: str | None = None
         self._last_failure = float("-inf")
+        self._broken: EngineError | None = None
         self._wake = threading.Condition()
         self._ready = threading.Event()
         self._load_error: BaseException | None = None
@@ -138,8 +189,9 @@ class Engine:
                 raise EngineClosed("The engine is closed.")
             if not self._thread.is_alive():  # after a fork, for one
                 raise EngineClosed("The engine's thread does not run in this process.", "Start an engine here.")
-            if len(self._queue) >= self._max_queue:
-                raise QueueFull(f"{len(self._queue)} requests wait already.", "Try again later.")
+            waiting = len(self._queue) + self._status.waiting
+            if waiting >= self._max_queue:
+                raise QueueFull(f"{waiting} requests wait already.", "Try again later.")
             self._queue.append(ticket)
             self._wake.notify_all()
         return ticket
@@ -151,14 +203,32 @@ class Engine:
                 reason = "closed"
             if reason is None and not self._thread.is_alive():
                 reason = "the engine's thread has ended"
-            return Health(reason is None, reason, int(self._active is not None), len(self._queue))
+            now = self._now()
+            return Health(reason or self._watchdog.reason, now.active, now.queued + now.waiting)
+
+    def status(self) -> Status:
+        """What it is doing now, as of its last turn."""
+        with self._wake:
+            return self._now()
+
+    def _now(self) -> Status:
+        return replace(self._status, queued=self._status.queued + len(self._queue))
+
+    def inspect(self, ask: Callable[[Any], T]) -> T:
+        """What ``ask(loop)`` says, asked between two turns on the engine's thread. Raises what it raises, and
+        EngineClosed."""
+        question = _Question(ask)
+        with self._wake:
+            if self._closing or not self._thread.is_alive():
+                raise EngineClosed("The engine is closed.")
+            self._asked.append(question)
+            self._wake.notify_all()
+        return question.answer()
 
     def close(self) -> None:
         """Cancel what runs, refuse what waits, write what is pending, and end the thread. Idempotent."""
         with self._wake:
             self._closing = True
-            if self._active is not None:
-                self._active.cancel()
             self._wake.notify_all()
         if threading.current_thread() is not self._thread:
             join_fully(self._thread)
@@ -190,52 +260,70 @@ class Engine:
             return
         self._ready.set()
         try:
-            self._loop(runtime)
+            self._run(runtime)
         finally:
             with self._wake:
                 waiting, self._queue = list(self._queue), deque()
                 self._closing = True
+                questions, self._asked = list(self._asked), deque()
             for ticket in waiting:
                 ticket.fail(EngineClosed("The engine was closed before this request was answered."))
+            for question in questions:
+                question.refuse(EngineClosed("The engine was closed."))
             if runtime.store is not None:
                 runtime.store.close()
             del runtime
             leave_device()
 
-    def _loop(self, runtime: Any) -> None:
-        from .generation import Generation
+    def _run(self, runtime: Any) -> None:
+        from .loop import Loop
 
+        loop = Loop(runtime, self._options, self._failed)
+
+        def publish() -> None:
+            with self._wake:
+                self._status = loop.status()
+
+        loop.changed = publish
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._queue or self._closing)
+                if loop.idle:
+                    self._watchdog.rest()
+                    self._status = loop.status()
+                    while not self._wake.wait_for(lambda: self._queue or self._asked or self._closing, IDLE_S):
+                        runtime.memory.measure()  # or an idle server would not notice that memory is short
                 if self._closing:
-                    return
-                ticket = self._active = self._queue.popleft()
-            try:
-                if not ticket.cancelled:
-                    Generation(runtime, ticket.request, ticket.put, lambda t=ticket: t.cancelled, ticket.received).run()
-                else:
-                    ticket.fail(EngineError("The request was cancelled before it started."))
-            except MlxkvError as e:
-                traceback.clear_frames(e.__traceback__)  # they hold the request's state, and callers keep errors
-                ticket.fail(e)
-            except BaseException as e:
-                log.exception("a request failed")
-                traceback.clear_frames(e.__traceback__)
-                error = EngineError(
-                    f"Generation failed: {type(e).__name__}: {e}.", "The engine goes on; the request can be sent again."
-                )
-                error.__cause__ = e
-                if isinstance(e, (RuntimeError, MemoryError)) and self._failed_again():
-                    self._give_up(ticket, error)
-                    return
-                ticket.fail(error)
-            finally:
-                with self._wake:
-                    self._active = None
+                    break
+                loop.tickets.extend(self._queue)
+                self._queue.clear()
+                questions, self._asked = list(self._asked), deque()
+            for question in questions:
+                question.ask(loop)
+            with self._watchdog.turn():
+                loop.turn()
+            if self._broken is not None:
+                self._give_up(loop)
+                return
+            publish()
+        with self._watchdog.turn():
+            loop.close()
+        publish()
+
+    def _failed(self, e: BaseException) -> EngineError:
+        """What a request is told that failed without a reason of our own. Gives back the memory of the failed and tries
+        the device, where it may have been that; it is given up after this turn if it does not answer, or failed twice.
+        """
+        log.error("a request failed", exc_info=e)
+        error = EngineError(
+            f"Generation failed: {type(e).__name__}: {e}.", "The engine goes on; the request can be sent again."
+        )
+        error.__cause__ = e
+        if isinstance(e, (RuntimeError, MemoryError)) and self._failed_again():
+            self._broken = error
+            error = self._last_words(error)
+        return error
 
     def _failed_again(self) -> bool:
-        """Give back the memory of the failed request and try the device; True if it cannot be trusted any more."""
         import mlx.core as mx
 
         again = time.monotonic() - self._last_failure < FAILURE_WINDOW
@@ -249,13 +337,17 @@ class Engine:
             return True
         return again
 
-    def _give_up(self, ticket: Ticket, cause: EngineError) -> None:
+    def _last_words(self, cause: EngineError) -> DeviceError:
+        error = DeviceError(f"{cause.message} It was the second failure within a minute.", "Start the process again.")
+        error.__cause__ = cause
+        return error
+
+    def _give_up(self, loop: Any) -> None:
         with self._wake:
             self._unhealthy = "the device failed twice within a minute"
-            waiting, self._queue = [ticket, *self._queue], deque()
-        for each in waiting:
-            error = DeviceError(
-                f"{cause.message} It was the second failure within a minute.", "Start the process again."
-            )
-            error.__cause__ = cause
-            each.fail(error)
+            waiting, self._queue = list(self._queue), deque()
+        assert self._broken is not None
+        error = self._last_words(self._broken)
+        loop.give_up(error)
+        for ticket in waiting:
+            ticket.fail(error)

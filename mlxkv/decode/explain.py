@@ -7,7 +7,6 @@ request that follows meets the very same.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,10 +87,9 @@ class _Asking(Generation):
     """A request that ends where computing would begin."""
 
     def explain(self, store: PrefixStore | None, without: str, why: str) -> Explanation:
-        prompt = self._prompt(store)
-        limit = self._limit(prompt)
+        prompt = self.sequence.prompt
         if store is not None:
-            lookup = self._resume(prompt, store, limit)[1]
+            lookup = self.resume(store)[1]
         else:
             missed = without == "off" or len(prompt.tokens) > 1
             lookup = Lookup(0, "none", without if missed else None, 0 if missed else None)
@@ -119,7 +117,7 @@ def explain(options: Options, request: Request, *, stored: bool) -> tuple[Explan
     try:
         if runtime.store is not None:
             store = looking(runtime, options)
-        asking = _Asking(runtime, request, lambda event: None, lambda: False, time.monotonic())
+        asking = _Asking(replace(runtime, store=store), request)
         found = asking.explain(store, "off" if off or not on else "empty", off)
         if info.disk_off and found.lookup.reason not in (None, "off"):
             found = replace(found, why=f"{found.why}. Nothing is kept on disk: {info.disk_off}")

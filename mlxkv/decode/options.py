@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..cache.tensors import check_store_bits
 from ..errors import ConfigError
@@ -23,6 +24,9 @@ class Options:
     block_size: int = 256
     prefill_chunk: int | None = None
     split: str = "auto"
+    max_gap_ms: float | None = None
+    max_rows: int = 16
+    compile: Literal["auto", "on", "off"] = "auto"
     async_kv_limit: int = 0
     wired: int | None = None
     allow_unprotected: bool = False
@@ -44,6 +48,12 @@ class Options:
             raise ConfigError(f"The prefill chunk is {self.prefill_chunk}.", "It must be from 1 to 65536 tokens.")
         if self.split not in ("always", "auto", "never"):
             raise ConfigError(f"The setting of split is {self.split!r}.", "It must be always, auto or never.")
+        if self.max_gap_ms is not None and not 1 <= self.max_gap_ms <= 600_000:
+            raise ConfigError(f"The gap between tokens is {self.max_gap_ms} ms.", "It must be from 1 to 600,000 ms.")
+        if not 1 <= self.max_rows <= 256:
+            raise ConfigError(f"The number of rows is {self.max_rows}.", "It must be from 1 to 256.")
+        if self.compile not in ("auto", "on", "off"):
+            raise ConfigError(f"The setting of compile is {self.compile!r}.", "It must be auto, on or off.")
 
 
 @dataclass(frozen=True)

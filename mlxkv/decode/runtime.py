@@ -45,7 +45,8 @@ log = logging.getLogger("mlxkv.engine")
 @dataclass(frozen=True)
 class Runtime:
     """What a generation needs. ``layout`` is None for a model whose state has no known kinds; ``store`` is None when
-    nothing is kept. ``memory`` is what the store's RAM tier shares with live caches. ``chunk`` and ``ladder`` (its
+    nothing is kept. ``memory`` is the guard over what weights, live caches and the store's
+    RAM tier take together. ``chunk`` and ``ladder`` (its
     first rung) in tokens, ``async_kv_limit`` in bytes. ``barrier`` returns once the device has finished everything
     that this thread submitted, and raises its error otherwise."""
 
@@ -60,8 +61,11 @@ class Runtime:
     chunk: int
     async_kv_limit: int
     load_s: float
-    memory: Memory | None
+    memory: Memory
     grammars: Grammars
+    #: the layout of its caches as they run, however they are stored; None where it is unknown
+    live: Layout | None = None
+    device: str = "cpu"
     #: where forwards are split; announces those that are not
     split: Split = field(default_factory=Split)
     spans: Spans = field(default_factory=Spans)
@@ -96,6 +100,9 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
         off = e.message
         headed = None
+    weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []))
+    memory = Memory(options.memory_limit or recommended(), weights, live)
+    memory.check_limit()
     notes = list(loaded.notes)
     if layout is not None and options.cache_dir is not None and options.store_bits is not None:
         layout = layout.packed(options.store_bits)
@@ -127,12 +134,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
             log.warning("nothing is kept on disk: %s", refused)
     if store is not None and options.legacy_dirs:
         store.legacy = LegacyTier(options.legacy_dirs, our_names(loaded.name, loaded.path))
-    memory: Memory | None = None
-    if live is not None:
-        weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []))
-        memory = Memory(options.memory_limit or recommended(), weights, live)
-        if store is not None:
-            memory.make_room(store.ram, 0)
+    if store is not None:
+        memory.share(store.ram)
     split, shared = Split(), Spans()
     if layout is not None:
         split, shared = _split(options.split, now.device, loaded.model, headed or model, make_cache, layout)
@@ -167,6 +170,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         async_kv_limit=options.async_kv_limit,
         load_s=load_s,
         memory=memory,
+        live=live,
+        device=now.device,
         grammars=Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
         split=split,
         spans=shared,

@@ -6,8 +6,23 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from typing import Protocol
 
 from .request import Completion, Event, Finished, Request
+
+
+class Caller(Protocol):
+    """Who a sequence answers. ``received``: when its request came, ``time.monotonic()``."""
+
+    request: Request
+    received: float
+
+    @property
+    def cancelled(self) -> bool: ...
+
+    def put(self, event: Event) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
 
 
 class Ticket:

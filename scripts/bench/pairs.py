@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -67,6 +68,11 @@ def counted(name: str, value: float, bar: Bar, note: str = "") -> Result:
     return Result(name, value, str(bar), bar.met(value), value, value, 1, note, [round(value, 4)])
 
 
+def unshown(name: str, bar: Bar, note: str) -> Result:
+    """What could not be measured; ``note`` says why."""
+    return Result(name, math.nan, str(bar), None, math.nan, math.nan, 0, note)
+
+
 def in_turn(n: int, a: Callable[[], float], b: Callable[[], float], *, warm: bool = True) -> list[tuple[float, float]]:
     """``n`` pairs of measurements, A B A B …, after one of each that is thrown away."""
     if warm:
@@ -99,12 +105,14 @@ def report(results: list[Result], env: dict[str, Any], as_json: bool) -> int:
     width = max(len(r.name) for r in results)
     print(f"{'what':{width}}  {'ratio':>8}  {'quartiles':>17}  {'pairs':>5}  {'bar':>7}  holds")
     for r in results:
-        holds = {True: "yes", False: "NO", None: "too few pairs"}[r.holds]
+        holds = {True: "yes", False: "NO", None: "too few pairs" if r.pairs else "not shown"}[r.holds]
         print(
             f"{r.name:{width}}  {r.value:8.3f}  {r.low:8.3f}{r.high:9.3f}  {r.pairs:5}  {r.bar:>7}  {holds}  {r.note}"
         )
     print(" ".join(f"{k}={v}" for k, v in env.items()))
     if as_json:
-        print(json.dumps({"results": [asdict(r) for r in results], "environment": env}))
+        # NaN is no JSON
+        plain = [{k: None if v != v else v for k, v in asdict(r).items()} for r in results]
+        print(json.dumps({"results": plain, "environment": env}))
     sys.stdout.flush()
     return int(any(r.holds is False for r in results))

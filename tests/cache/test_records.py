@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import stat
-import time
 
 import numpy as np
 import pytest
@@ -123,10 +122,6 @@ def test_what_changes_after_the_hand_over_changes_nothing_on_disk(written, tmp_p
         calls = 0
         scribble_at = 0
 
-        def _decode(self, state, *args):
-            self.state = state
-            return super()._decode(state, *args)
-
         def barrier(self):
             self.calls += 1
             if self.calls == self.scribble_at:
@@ -135,9 +130,8 @@ def test_what_changes_after_the_hand_over_changes_nothing_on_disk(written, tmp_p
 
     def go(tokens, scribble_at):
         request = Request(tokens=tokens, sampling=SamplingParams(max_tokens=1))
-        probe = Scribbling(rt, request, lambda e: None, lambda: False, time.monotonic())
+        probe = Scribbling(dataclasses.replace(rt, barrier=lambda: probe.barrier()), request)
         probe.scribble_at = scribble_at
-        probe.rt = dataclasses.replace(rt, barrier=probe.barrier)
         probe.run()
         return probe.calls
 

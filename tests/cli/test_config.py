@@ -84,6 +84,10 @@ def test_bad_sizes(text):
         ({"MLXKV_DTYPE": "int8"}, ["MLXKV_DTYPE", "bf16"]),
         ({"MLXKV_NUMERICS": "slow"}, ["MLXKV_NUMERICS", "fast or exact"]),
         ({"MLXKV_SPLIT": "sometimes"}, ["MLXKV_SPLIT", "'sometimes'", "auto, always or never"]),
+        ({"MLXKV_MAX_GAP_MS": "0"}, ["MLXKV_MAX_GAP_MS", "'0'", "milliseconds, from 1"]),
+        ({"MLXKV_MAX_GAP_MS": "2.5"}, ["MLXKV_MAX_GAP_MS", "'2.5'", "a whole number"]),
+        ({"MLXKV_MAX_ROWS": "257"}, ["MLXKV_MAX_ROWS", "'257'", "from 1 to 256"]),
+        ({"MLXKV_COMPILE": "maybe"}, ["MLXKV_COMPILE", "'maybe'", "auto, on or off"]),
         ({"MLXKV_SEED": "1.5"}, ["MLXKV_SEED"]),
         ({"MLXKV_TEMPERATURE": "nan"}, ["MLXKV_TEMPERATURE", "nan"]),
         ({"MLXKV_TEMP": "1", "MLXKV_TEMPERATURE": "1"}, ["MLXKV_TEMP ", "MLXKV_TEMPERATURE"]),
@@ -136,6 +140,58 @@ def test_store_bits(home, text, environ, flags, expected):
     write(home, text)
     found = Settings.load(flags, os.environ | environ)
     assert found.store_bits == expected and found.engine_options()["store_bits"] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "expected"),
+    [
+        ("", {}, {}, (None, 16, "auto")),
+        ('max_gap_ms = 100\nmax_rows = 4\ncompile = "off"', {}, {}, (100, 4, "off")),
+        ("compile = true", {"MLXKV_MAX_ROWS": "1"}, {}, (None, 1, "on")),
+        ("compile = false", {"MLXKV_COMPILE": "AUTO"}, {}, (None, 16, "auto")),
+        ("max_gap_ms = 100", {"MLXKV_COMPILE": "0"}, {"max_gap_ms": "80", "max_rows": "8"}, (80, 8, "off")),
+        ("", {"MLXKV_COMPILE": "off"}, {"compile": "on"}, (None, 16, "on")),
+    ],
+)
+def test_many_at_once(home, text, environ, flags, expected):
+    write(home, text)
+    options = Settings.load(flags, os.environ | environ).engine_options()
+    assert (options["max_gap_ms"], options["max_rows"], options["compile"]) == expected
+
+
+def test_many_at_once_reaches_the_engine(home, cli, tiny_model, monkeypatch):
+    from mlxkv.decode import engine
+
+    seen = []
+    of = engine.Options
+
+    def note(**given):
+        seen.append((given["max_gap_ms"], given["max_rows"], given["compile"]))
+        return of(**given)
+
+    monkeypatch.setattr(engine, "Options", note)
+    write(home, "max_rows = 4")
+    ask = ("run", "hello", "--model", tiny_model("qwen3_5"), "--max-tokens", 1, "--json")
+    assert cli(*ask, "--max-gap-ms", 90, "--compile", "off").code == 0
+    assert seen == [(90, 4, "off")]
+    for flag, value, cure in (
+        ("--max-gap-ms", "fast", "milliseconds"),
+        ("--max-rows", "0", "from 1 to 256"),
+        ("--compile", "often", "auto, on or off"),
+    ):
+        bad = cli(*ask, flag, value)
+        assert bad.code == 2 and f"{flag} is '{value}'" in bad.err and cure in bad.err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_gap_ms": 0}, {"max_gap_ms": -5.0}, {"max_gap_ms": float("nan")}, {"max_rows": 0}, {"compile": "yes"}],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(wrong):
+    from mlxkv.decode.options import Options
+
+    with pytest.raises(ConfigError):
+        Options(model="m", **wrong)
 
 
 def test_a_bad_value_is_told_even_where_a_flag_hides_it(home):

@@ -160,7 +160,7 @@ def test_a_forked_process_is_refused_and_does_not_wait(engine):
 
 
 def test_a_full_queue_refuses(tiny_model):
-    with mlxkv.load(tiny_model("llama"), cache=False, max_queue=1) as engine:
+    with mlxkv.load(tiny_model("llama"), cache=False, max_queue=1, max_rows=1) as engine:
         first = engine.submit(request(3000, max_tokens=50))
         while engine.health().active == 0:
             time.sleep(0.001)
@@ -171,7 +171,7 @@ def test_a_full_queue_refuses(tiny_model):
 
 
 def test_closing_cancels_what_runs_and_refuses_what_waits(tiny_model, tmp_path):
-    engine = mlxkv.load(tiny_model("qwen3_5"), cache_dir=tmp_path)
+    engine = mlxkv.load(tiny_model("qwen3_5"), cache_dir=tmp_path, max_rows=1)
     running, waiting = engine.submit(request(20, max_tokens=100_000)), engine.submit(request())
     assert isinstance(running.next_event(), Started)
     engine.close()

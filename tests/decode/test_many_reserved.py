@@ -25,7 +25,7 @@ class Looks:
         self.engine.inspect(self.look)
 
     def look(self, loop):
-        status, found = self.engine.status(), allocated(loop)
+        status, found = loop.status(), allocated(loop)
         self.looks += 1
         self.most_rows = max(self.most_rows, found.rows)
         self.together = max([self.together, *found.batches])
@@ -37,22 +37,30 @@ class Looks:
 
 
 class allocated:
-    """What the arrays of a loop's sequences and batches say: ``rows`` of growing buffers, bytes of all arrays, and of
-    each batch how many of its slots are taken."""
+    """What the arrays of a loop's sequences, batches and snapshots say: ``rows`` of growing buffers, bytes of all
+    arrays, and of each batch how many of its slots are taken. Caches that no token has reached yet have no arrays: they
+    count as what they are going to be."""
 
     def __init__(self, loop):
-        self.rows = self.nbytes = 0
+        self.rows = 0
+        self.nbytes = loop.pool.nbytes + loop.memory.ledger()["queue"]
         self.batches = []
-        for sequence in loop.sequences:
-            if (state := getattr(sequence, "state", None)) is not None:
-                arrays = state.live()
-                self.nbytes += sum(a.nbytes for a in arrays)
-                self.rows += max((a.shape[2] for a in arrays if a.ndim == 4 and a.shape[0] == 1), default=0)
+        states = [(sequence, prefill.state) for sequence, prefill in loop.prefills.items()]
         for group in loop.groups:
             if (batch := group.batch) is not None:
                 self.nbytes += batch.nbytes
                 self.rows += batch.slots * batch.capacity
                 self.batches.append(sum(position > 0 for position in batch.positions))
+            else:
+                states += [(row.sequence, group.executor.state) for row in group.rows.values()]
+        for _, state in states:
+            if state.position:
+                arrays = state.live()
+                self.nbytes += sum(a.nbytes for a in arrays)
+                self.rows += max((a.shape[2] for a in arrays if a.ndim == 4 and a.shape[0] == 1), default=0)
+        for sequence in [*loop.restoring, *(s for s, state in states if not state.position)]:
+            self.nbytes += loop.memory.held_by(sequence)
+            self.rows += loop.allotted(sequence)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3_5", "gemma3_text"])

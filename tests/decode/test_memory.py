@@ -101,6 +101,14 @@ def test_a_head_is_part_of_the_weights(tmp_path):
     rt.store.close()
 
 
-def test_a_limit_that_is_none_is_refused(tiny_model):
+def test_a_limit_that_cannot_work_is_refused_at_start(tiny_model):
     with pytest.raises(ConfigError, match="memory limit"):
         mlxkv.load(tiny_model("llama"), memory_limit=0)
+    rt = runtime(tiny_model("llama"), None)
+    least = rt.memory.weights + live_bytes(rt.layout, ROWS)
+    runtime(tiny_model("llama"), None, memory_limit=least)
+    with pytest.raises(ConfigError) as e:
+        runtime(tiny_model("llama"), None, memory_limit=least - 1)
+    for number in (least - 1, rt.memory.weights, least - rt.memory.weights):
+        assert f"{number:,}" in e.value.message
+    assert "--memory-limit" in e.value.cure

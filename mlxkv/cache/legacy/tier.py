@@ -3,8 +3,8 @@
 The tokens of a request are looked for by oMLX's own keys; what passes the checks of an import is converted, held in
 RAM and handed to the writer, and the request resumes from it at once. Only folders that the user has vouched for
 (``mlxkv cache import DIR --assume-same-weights``) are asked. Nothing is ever written there, every fault is a miss, and
-one request spends at most ``SECONDS`` here: what is left is for the next one, or for the import. Belongs to the
-engine's thread.
+one request spends at most ``SECONDS`` here: what is left is for the next one, or for the import. Looking and reading
+may be done on another thread (``Fetch``); all else belongs to the engine's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import sqlite3
 import stat
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +24,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..planner import Planner
+from ..layout import Layout
 from ..ram import Draft
-from .commit import missing, take, there
+from ..readers import Readers
+from .commit import missing, take
 from .convert import Target
+from .fetch import Fetch, Late
 from .header import HostileFile, Signature
 from .journal import FileDigest, Journal, NoRoom
 from .omlx_chain import Outcome, follow
@@ -55,10 +58,6 @@ _BLOCKS = 4096
 _CHAINS, _FILES, _PENDING = 1024, 65_536, 64
 
 
-class _Late(Exception):
-    """The request's time is over."""
-
-
 @dataclass
 class Counters:
     """Of this process: requests that asked, those that were served, files refused, faults, bytes handed over."""
@@ -71,7 +70,7 @@ class Counters:
 
 
 @dataclass
-class _Folder:
+class Folder:
     path: Path
     consent: bool = False
     said: bool = False
@@ -90,11 +89,11 @@ class _Folder:
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """Blocks of a prompt in a folder, of the model ``name``: ``at`` says which of ``digests`` are there, in which
     state."""
 
-    folder: _Folder
+    folder: Folder
     name: str
     size: int
     digests: list[bytes]
@@ -117,7 +116,7 @@ class _Found:
 class _Pending:
     """What was handed over whole, and waits to be durable: ``files`` by their names in the journal."""
 
-    folder: _Folder
+    folder: Folder
     root: bytes
     files: dict[str, FileDigest]
     records: dict[bytes, frozenset[str]]
@@ -134,30 +133,51 @@ class LegacyTier:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self._folders: dict[Path, _Folder] = {}  # by where they really are
+        self._folders: dict[Path, Folder] = {}  # by where they really are
         self._known: OrderedDict[bytes, int] = OrderedDict()  # a chain's mark -> how far it leads
         self._refused: OrderedDict[Path, Signature] = OrderedDict()
         self._pending: list[_Pending] = []
         self._held: list[bytes] = []  # pinned for the last request, of a store that writes nothing
         self._journal: tuple[Ledger | None, Journal] | None = None
         self._useless: bool | None = None
+        #: of what is learned and remembered while one looks and reads
+        self.lock = threading.Lock()
+        self.readers = Readers(1, "mlxkv-legacy")
 
     def extend(self, store: PrefixStore, tokens: list[int], position: int) -> frozenset[bytes]:
         """Hand ``store`` what leads further along ``tokens`` than ``position``; the keys of what was handed over.
         Never raises."""
-        self._let_go(store)
+        fetch = self.begin(store, tokens, position)
+        if fetch is None:
+            return frozenset()
+        fetch.look()
+        if fetch.choose(store):
+            fetch.read()
+            fetch.hand_over(store)
+        return fetch.keys
+
+    def begin(self, store: PrefixStore, tokens: list[int], position: int) -> Fetch | None:
+        """The same in steps; None if there is nobody to ask. Never raises."""
+        if store.restores.under_way <= 1:  # else another request's may not have been read yet
+            self._let_go(store)
         try:
             if self._off(store):
-                return frozenset()
+                return None
             self._settle_quietly(store)
             self.counters.asked += 1
-            keys = self._extend(store, tokens, position)
-            self.counters.served += bool(keys)
-            return keys
-        except Exception as e:  # whatever stands in such a folder: a miss, never the request's failure
-            self.counters.faults += 1
-            log.warning("legacy folders give nothing for this request: %s: %s", type(e).__name__, e)
-            return frozenset()
+            # a place to stand at the very end of the prompt is of no use: its last token is computed
+            tokens = tokens[:] if store.layout.growing_only else tokens[:-1]
+            target = Target(store.space(), store.layout, store.identity, store.software)
+            folders = list(self._vouched(store))
+            return Fetch(self, target, folders, tokens, position, time.monotonic() + self.seconds) if folders else None
+        except Exception as e:
+            self.failed(e)
+            return None
+
+    def failed(self, e: Exception) -> None:
+        """Whatever stands in such a folder: a miss, never the request's failure."""
+        self.counters.faults += 1
+        log.warning("legacy folders give nothing for this request: %s: %s", type(e).__name__, e)
 
     def settle(self, store: PrefixStore) -> None:
         """Note in the journal what has become durable. Raises sqlite3.Error, OSError."""
@@ -192,11 +212,11 @@ class LegacyTier:
                 log.warning("legacy folders are not asked: %s: %s", why.code, why.detail)
         return self._useless
 
-    def _vouched(self, store: PrefixStore) -> Iterator[_Folder]:
+    def _vouched(self, store: PrefixStore) -> Iterator[Folder]:
         for path in self.dirs:
             # a link may lead elsewhere since the last request, where nobody has vouched for anything
             real = Path(os.path.realpath(path))
-            folder = self._folders.setdefault(real, _Folder(real))
+            folder = self._folders.setdefault(real, Folder(real))
             if not folder.path.is_dir():
                 if not folder.said:
                     folder.said = True
@@ -225,45 +245,41 @@ class LegacyTier:
 
     # looking
 
-    def _extend(self, store: PrefixStore, tokens: list[int], position: int) -> frozenset[bytes]:
-        until = time.monotonic() + self.seconds
-
-        def tick() -> None:
-            if time.monotonic() > until:
-                raise _Late
-
-        # a place to stand at the very end of the prompt is of no use: its last token is computed
-        tokens = tokens if store.layout.growing_only else tokens[:-1]
+    def look(self, fetch: Fetch) -> None:
+        """Find what leads furthest. Raises Late."""
+        tokens, position = fetch.tokens, fetch.position
         try:
-            found = [f for folder in self._vouched(store) for f in self._find(folder, tokens, tick)]
-        except _Late:
-            log.warning("legacy folders take too long to look for this prompt in")
-            return frozenset()
+            found = [f for folder in fetch.folders for f in self._find(folder, tokens, fetch.tick)]
+        except Late:
+            if not fetch.stopped:
+                log.warning("legacy folders take too long to look for this prompt in")
+            raise
         for chain in sorted(found, key=lambda f: f.reach, reverse=True):
             mark = chain.mark
             if chain.reach <= position or self._known.get(mark, chain.reach) <= position:
                 continue
             files: list[Path] = []
             try:
-                outcome = self._follow(store, chain, tokens, files, tick)
-            except _Late:
-                self._remember(mark, 0)
-                log.warning(
-                    "the blocks of this prompt in %s take too long to check; mlxkv cache import has no limit",
-                    chain.folder.path,
-                )
-                return frozenset()
+                outcome = self._follow(fetch.target.layout, chain, tokens, files, fetch.tick)
+            except Late:
+                if not fetch.stopped:
+                    self.remember(mark, 0)
+                    log.warning(
+                        "the blocks of this prompt in %s take too long to check; mlxkv cache import has no limit",
+                        chain.folder.path,
+                    )
+                raise
             for i, why in outcome.refused.items():
                 if why.code == "OTHER_ROWS":  # a shorter prompt would not show it
                     self._refuse(file_of(chain.folder.path, chain.digests[i]), chain.at[i], why)
             lead = _leads(outcome.prefix)
-            self._remember(mark, lead)
+            self.remember(mark, lead)
             if outcome.prefix is not None and lead > position:
                 files += [file_of(chain.folder.path, chain.digests[i]) for i in outcome.used]
-                return self._hand_over(store, chain, outcome.prefix, files, until)
-        return frozenset()
+                fetch.found(chain, outcome.prefix, files)
+                return
 
-    def _find(self, folder: _Folder, tokens: list[int], tick: Callable[[], None]) -> Iterator[_Found]:
+    def _find(self, folder: Folder, tokens: list[int], tick: Callable[[], None]) -> Iterator[Found]:
         """The chains of a prompt of which anything is there, under every name and block size. ``tick`` may raise."""
         self._learn(folder, tick)
         for size in folder.sizes:
@@ -278,9 +294,9 @@ class LegacyTier:
                         if stat.S_ISREG(info.st_mode):
                             at[i] = Signature.of(info)
                 if at:
-                    yield _Found(folder, name, size, listed, at)
+                    yield Found(folder, name, size, listed, at)
 
-    def _learn(self, folder: _Folder, tick: Callable[[], None]) -> None:
+    def _learn(self, folder: Folder, tick: Callable[[], None]) -> None:
         """Names and block sizes that a few of the folder's files say, beside those that are always tried. Where
         ``tick`` raises, the next request goes on."""
         if folder.sample is None:
@@ -298,14 +314,14 @@ class LegacyTier:
             tick()
 
     def _follow(
-        self, store: PrefixStore, chain: _Found, tokens: list[int], files: list[Path], tick: Callable[[], None]
+        self, layout: Layout, chain: Found, tokens: list[int], files: list[Path], tick: Callable[[], None]
     ) -> Outcome:
         def find(i: int) -> Fitted | None:
             path = file_of(chain.folder.path, chain.digests[i])
             if i not in chain.at or self._refused.get(path) == chain.at[i]:
                 return None
             try:
-                return fit(read_block(path, chain.name.__eq__), store.layout)
+                return fit(read_block(path, chain.name.__eq__), layout)
             except Refused as e:
                 self._refuse(path, chain.at[i], e)
                 return None
@@ -317,7 +333,7 @@ class LegacyTier:
             self.counters.refused += 1
 
         looked_for = tokens[: chain.size * len(chain.digests)]
-        return follow(store.layout, looked_for, chain.size, find, spoiled, tick)
+        return follow(layout, looked_for, chain.size, find, spoiled, tick)
 
     def _refuse(self, path: Path, signature: Signature, why: Refused) -> None:
         """It is not read again until it is another file."""
@@ -327,7 +343,7 @@ class LegacyTier:
         if len(self._refused) > _FILES:
             self._refused.popitem(last=False)
 
-    def _remember(self, mark: bytes, lead: int) -> None:
+    def remember(self, mark: bytes, lead: int) -> None:
         self._known[mark] = lead
         self._known.move_to_end(mark)
         if len(self._known) > _CHAINS:
@@ -335,43 +351,31 @@ class LegacyTier:
 
     # handing over
 
-    def _hand_over(
-        self, store: PrefixStore, chain: _Found, prefix: Prefix, files: list[Path], until: float
-    ) -> frozenset[bytes]:
-        target = Target(store.space(), store.layout, store.identity, store.software)
-        records = {key: frozenset(sizes) for key, sizes in target.outline(prefix)}
-        planner = Planner(store.view, target.space, store.layout)
-        whole = False
+    def hand_over(self, store: PrefixStore, fetch: Fetch) -> frozenset[bytes]:
+        """Give the store what was read; the keys of it."""
         handed: dict[bytes, frozenset[str]] = {}
+        all_taken = False
 
-        def within() -> Iterator[list[Draft]]:
-            nonlocal whole
-            left = self.nbytes
-            for group in target.drafts(prefix, lambda key, kinds: there(store, planner, key, kinds)):
+        def groups() -> Iterator[list[Draft]]:
+            nonlocal all_taken
+            for group in fetch.groups:
                 handed.update((d.meta.key, frozenset(d.bodies)) for d in group)
-                size = sum(d.nbytes for d in group)
-                self.counters.bytes += size
+                self.counters.bytes += sum(d.nbytes for d in group)
                 yield group
-                left -= size
-                if left < 0 or time.monotonic() > until:
-                    log.info("%s: the rest of this prompt is left for the next request", chain.folder.path)
-                    return
-            whole = True
+            all_taken = True
 
-        taken = False
-        try:
-            if store.keeps:
-                taken = take(store, within(), wait=False).complete
-            else:
-                self._hold(store, within())
-        except Refused as e:  # rows that are not what they seemed to be: what came before them stays
-            self.counters.refused += 1
-            self._remember(chain.mark, 0)
-            log.info("legacy rows are not served: %s", e)
-        if whole and taken and files and len(self._pending) < _PENDING:
+        if store.keeps:
+            all_taken = take(store, groups(), wait=False).complete and all_taken
+        else:
+            self._hold(store, groups())
+            all_taken = False
+        chain, files = fetch.chain, fetch.files
+        if chain is not None and fetch.whole and all_taken and files and len(self._pending) < _PENDING:
             signatures = {file_of(chain.folder.path, chain.digests[i]): s for i, s in chain.at.items()}
             names = {relative_name(chain.folder.path, p): FileDigest(signatures[p], b"") for p in files}
-            self._pending.append(_Pending(chain.folder, target.space.root, names, {**records, **handed}))
+            records = {**fetch.records, **handed}
+            self._pending.append(_Pending(chain.folder, fetch.target.space.root, names, records))
+        self.counters.served += bool(handed)
         return frozenset(handed)
 
     def _hold(self, store: PrefixStore, groups: Iterable[list[Draft]]) -> None:

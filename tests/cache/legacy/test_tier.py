@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from mlxkv.cache.legacy import tier
 from mlxkv.cache.legacy.journal import Journal
 from mlxkv.cache.legacy.omlx_keys import chain, file_of
+from mlxkv.cache.restoring import RestoreCancelled
+from mlxkv.cache.state import SequenceState
 from mlxkv.decode.explain import explain
 from mlxkv.decode.options import Options
 from mlxkv.decode.request import Request, SamplingParams
@@ -117,14 +122,14 @@ def test_a_refused_file_is_not_read_again(tiny_model, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-4])
     users.before = fingerprint(users.omlx)
     rt = users.open()
-    tier = rt.store.legacy
+    counters = rt.store.legacy.counters
     assert users.ask(rt) == (8, "legacy")
     assert rt.store.writer.flush(10)
-    refused = tier.counters.refused
+    refused = counters.refused
     assert refused == 1
     assert users.ask(rt) == (8, "ssd")
     assert users.ask(rt, TOKENS[:20] + [7]) == (8, "ssd")
-    assert (tier.counters.refused, tier.counters.faults) == (refused, 0)
+    assert (counters.refused, counters.faults) == (refused, 0)
     rt.store.close()
 
 
@@ -161,4 +166,71 @@ def test_a_folder_that_is_gone_or_is_none_is_a_miss(tiny_model, tmp_path):
     users.omlx.write_text("no folder")
     assert probe(rt, TOKENS, keep=False).completion.usage.cached_tokens == 0
     assert rt.store.legacy.counters.faults == 0
+    rt.store.close()
+
+
+class Held:
+    """Reads of oMLX's blocks wait until ``open``; on the thread that is there for them."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        real = tier.read_block
+
+        def slow(*args):
+            assert threading.current_thread().name == "mlxkv-legacy", "the engine's thread is not held up"
+            self.reached.set()
+            assert self.open.wait(20)
+            return real(*args)
+
+        monkeypatch.setattr(tier, "read_block", slow)
+
+
+def fresh(rt: Runtime):
+    def new() -> SequenceState:
+        state = SequenceState.new(rt.make_cache())
+        state.reserve(64)
+        return state
+
+    return new
+
+
+def test_the_engine_goes_on_while_a_folder_is_read(tiny_model, tmp_path, monkeypatch):
+    users = Users(tiny_model("falcon_h1"), tmp_path)
+    rt = users.open()
+    alone, found, _ = rt.store.restore(rt.store.lookup(TOKENS), TOKENS, fresh(rt), 64)
+    assert (found.tokens, found.source) == (24, "legacy")
+    rt.store.close()
+    users.cache = tmp_path / "again"
+    rt = users.open()
+    held = Held(monkeypatch)
+    plan = rt.store.lookup(TOKENS, legacy=False)
+    assert plan.position == 0 and plan.unasked and not held.reached.is_set()
+    under = rt.store.begin(plan, TOKENS, fresh(rt), 64)
+    assert held.reached.wait(20) and not under.done and not under.advance()
+    run(rt, tiny.ids(20, seed=9), keep=False, use_cache=False)  # a whole request meanwhile
+    assert not under.wait(0.01)
+    held.open.set()
+    while not under.advance():
+        assert under.wait(20)
+    state, lookup, plan = under.finish()
+    assert lookup == found and plan.position == 24
+    assert all(mx.array_equal(a, b) for a, b in zip(state.live(), alone.live(), strict=True))
+    assert rt.store.writer.flush(10) and users.ask(rt) == (24, "ssd")
+    rt.store.close()
+
+
+def test_a_request_that_is_cancelled_while_a_folder_is_read(tiny_model, tmp_path, monkeypatch):
+    users = Users(tiny_model("falcon_h1"), tmp_path)
+    rt = users.open()
+    held = Held(monkeypatch)
+    under = rt.store.begin(rt.store.lookup(TOKENS, legacy=False), TOKENS, fresh(rt), 64)
+    assert held.reached.wait(20)
+    under.cancel()
+    with pytest.raises(RestoreCancelled):
+        under.finish()
+    held.open.set()
+    assert under.wait(20) and rt.store.legacy.readers.wait(20)
+    assert rt.store.lookup(TOKENS, legacy=False).position == 0, "nothing was handed over"
+    monkeypatch.undo()
+    assert users.ask(rt) == (24, "legacy"), "and nothing is held against the folder"
     rt.store.close()

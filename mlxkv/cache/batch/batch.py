@@ -1,0 +1,313 @@
+"""A batch: the state of several sequences of different lengths that are decoded together, one token a row and step.
+
+Right-padded: a row's token at position p stands where it stands alone, so that alignment, order of sums and masks are
+those of the solo run, and each row writes at its own offset. Rows come and go by one copy of their state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache
+
+from ..head import HeadCache
+from ..kinds import members_of
+from ..layout import Layout, MemberSpec
+from ..member import Member
+from ..state import SequenceState
+from .form import BatchError, Form, NoBatchForm, NotYet
+from .head import BatchHead
+from .place import GRANULE, Place, Ring, Seat
+from .recurrent import BatchRecurrent
+from .rows import GROWING
+from .window import BatchWindow, settled
+
+
+class Batch:
+    """``slots`` rows of up to ``capacity`` tokens each. ``make_cache`` and ``live`` (a layout as the model keeps it,
+    nothing packed) say of what.
+
+    Raises NoBatchForm naming the member and its class.
+    """
+
+    def __init__(self, make_cache: Callable[[], list[Any]], live: Layout, slots: int, capacity: int) -> None:
+        self._make_cache, self._layout = make_cache, live
+        self.slots, self.capacity = slots, capacity
+        self._place = Place(slots)
+        self._rings: dict[tuple[int, int], Ring] = {}
+        self._rows: dict[int, RowState] = {}
+        #: what the model is called with, ids [slots, 1]
+        self.caches: list[Any] = self._forms(make_cache(), live)
+        self._leaves: list[Form] = list(_leaves(self.caches))
+        self._heads = [form for form in self._leaves if isinstance(form, BatchHead)]
+        self._counts = [len(form.arrays()) for form in self._leaves]
+
+    def _forms(self, caches: list[Any], live: Layout) -> list[Any]:
+        specs = {spec.path: spec for spec in live.members}
+
+        def form(cache: Any, path: tuple[int, ...]) -> Any:
+            kind, spec = type(cache), specs.get(path)
+            if kind is CacheList:
+                return CacheList(*(form(inner, (*path, i)) for i, inner in enumerate(cache.caches)))
+            if kind is HeadCache:
+                return BatchHead(self._place, self.slots)
+            if spec is not None and kind in GROWING:
+                return GROWING[kind](self._place, spec, self.slots, self.capacity)
+            if spec is not None and kind is RotatingKVCache:
+                ring = self._ring(spec)
+                return BatchWindow(self._place, ring, spec, self.slots, self.capacity)
+            if spec is not None and kind is ArraysCache:
+                return BatchRecurrent(self._place, spec, self.slots)
+            raise NoBatchForm(
+                f"Layer {'.'.join(map(str, path))} keeps its state in {kind.__name__}, which has no form for several "
+                "sequences at once."
+            )
+
+        return [form(cache, (i,)) for i, cache in enumerate(caches)]
+
+    def _ring(self, spec: MemberSpec) -> Ring:
+        numbers = dict(spec.params)
+        key = (numbers["window"], numbers["keep"])
+        if key not in self._rings:
+            self._rings[key] = Ring(len(self._rings), *key, self.slots)
+        return self._rings[key]
+
+    @property
+    def positions(self) -> list[int]:
+        """By slot, where its row stands; 0 where free. The truth, of which steps are given arrays."""
+        return self._place.positions
+
+    @property
+    def rows(self) -> list[int]:
+        """The slots that hold a row."""
+        return sorted(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays that are there."""
+        return sum(a.nbytes for a in self.arrays())
+
+    # rows come and go
+
+    def join(self, slot: int, state: SequenceState) -> None:
+        """Copy the evaluated solo ``state`` into ``slot``, all of it overwritten, and evaluate the copy.
+
+        Raises NotYet for a state with a slot that is not filled yet, BatchError for one that does not fit (another
+        layout, no free column, the slot taken). Nothing has changed then.
+        """
+        if not 0 <= slot < self.slots or slot in self._rows:
+            raise BatchError(f"Slot {slot} of {self.slots} is not free.")
+        if state.position >= self.capacity:
+            raise BatchError(f"A sequence at {state.position} does not fit into {self.capacity} columns.")
+        theirs = list(_leaves(state.caches))
+        if len(theirs) != len(self._leaves) or state.members is None:
+            raise BatchError("This sequence has other caches than the batch.")
+        if state.position == 0:
+            raise NotYet("This sequence has no state yet.")
+        for form, cache in zip(self._leaves, theirs, strict=True):
+            form.check(cache, state.position)
+        self._check_rings(theirs)
+        for form, cache in zip(self._leaves, theirs, strict=True):
+            form.join(slot, cache, state.position)
+            mx.eval(form.arrays())  # the solo state can be let go of
+        self.positions[slot] = state.position
+        self._rows[slot] = RowState(self, Seat(slot), self._members)
+
+    def _check_rings(self, caches: list[Any]) -> None:
+        """Windows of one kind share one index a row. Raises BatchError where they do not."""
+        found: dict[int, int] = {}
+        for form, cache in zip(self._leaves, caches, strict=True):
+            if isinstance(form, BatchWindow):
+                index = settled(cache)[1]
+                if found.setdefault(form.ring.number, index) != index:
+                    raise BatchError(f"Windows of {form.max_size} rows would be written at {index} and elsewhere.")
+
+    def leave(self, slot: int) -> None:
+        """The row in ``slot`` is gone; the slot is free."""
+        self._row(slot)
+        for form in self._leaves:
+            form.leave(slot)
+        del self._rows[slot]
+        self.positions[slot] = 0
+
+    def row(self, slot: int) -> RowState:
+        """The row as a ``SequenceState`` that is read only: what a recorder follows. It stays the row's own when a
+        ``resize`` moves it, and is of no use once the row has left."""
+        return self._row(slot)
+
+    def take(self, slot: int) -> SequenceState:
+        """A solo state with the row's values, by one copy that the caller evaluates. The row stays until ``leave``."""
+        self._row(slot)
+        caches = self._make_cache()
+        for form, cache in zip(self._leaves, _leaves(caches), strict=True):
+            form.take(slot, cache)
+        state = SequenceState(caches, members_of(caches))
+        state.position = self.positions[slot]
+        return state
+
+    def resize(self, slots: int, capacity: int, keep: dict[int, int]) -> None:
+        """Make room for other numbers of rows and columns. ``keep``: old slot -> new slot, of all rows that stay; the
+        others leave. One layer's arrays exist twice at a time. Raises BatchError."""
+        gone = [slot for slot in self._rows if slot not in keep]
+        if not keep.keys() <= self._rows.keys() or len(set(keep.values())) < len(keep):
+            raise BatchError(f"Rows {sorted(self._rows)} cannot be kept as {keep}.")
+        if any(not 0 <= new < slots or self.positions[old] >= capacity for old, new in keep.items()):
+            raise BatchError(f"Rows {keep} do not fit into {slots} slots of {capacity} columns.")
+        for slot in gone:
+            self.leave(slot)
+        at = {old: self.positions[old] for old in keep}
+        for form in self._leaves:
+            form.resize(slots, capacity, keep, at)
+            mx.eval(form.arrays())  # one at a time, so that the old arrays go one at a time
+        for ring in self._rings.values():
+            ring.index = _placed(ring.index, keep, slots)
+        self._place.positions = _placed(self.positions, keep, slots)
+        rows, self._rows = self._rows, {}
+        for old, new in keep.items():
+            self._rows[new] = rows[old]
+            rows[old].seat.slot = new
+        self.slots, self.capacity = slots, capacity
+
+    def _row(self, slot: int) -> RowState:
+        if slot not in self._rows:
+            raise BatchError(f"Slot {slot} holds no row.")
+        return self._rows[slot]
+
+    def _members(self, seat: Seat) -> list[Member]:
+        members, paths = [], iter(_paths(self.caches))
+        for form in self._leaves:
+            members.extend(form.row(seat, next(paths)))
+        return members
+
+    # a step
+
+    def where(self) -> mx.array:
+        """[1 + rings, slots] int32: positions and ring indices before the next step. Raises BatchError if a row has no
+        column left."""
+        if full := [slot for slot in self._rows if self.positions[slot] >= self.capacity]:
+            raise BatchError(f"Rows {full} fill all {self.capacity} columns.")
+        return mx.array([self.positions, *(ring.index for ring in self._rings.values())], mx.int32)
+
+    def columns(self) -> int:
+        """How many columns the next step reads where it is not compiled."""
+        longest = max((self.positions[slot] for slot in self._rows), default=0) + 1
+        return min(-(-longest // GRANULE) * GRANULE, self.capacity)
+
+    def forward(
+        self, model: Callable[..., mx.array], ids: mx.array, where: mx.array, columns: int | None
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Call ``model`` with the next token of each slot: logits [slots, V], and what is to be given to ``shown``.
+
+        ids: [slots] int32. where: as ``where()`` made it. columns: how many are read, None for all. Rebinds
+        ``arrays()`` and keeps no other array of the step; ``advance()`` counts it.
+        """
+        self._place.begin(where, columns)
+        for form in self._leaves:
+            form.begin()
+        try:
+            logits = model(ids[:, None], cache=self.caches)[:, -1]
+            return logits, [a for form in self._heads for a in form.emitted()]
+        finally:
+            for form in self._leaves:
+                form.end()
+            self._place.clear()
+
+    def advance(self) -> None:
+        """Count the step that was built: every row stands one further."""
+        for slot in self._rows:
+            self.positions[slot] += 1
+        for ring in self._rings.values():
+            after = ring.writes()
+            ring.index = [after[s] + 1 if s in self._rows else 0 for s in range(self.slots)]
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays of the state, in a fixed order."""
+        return [a for form in self._leaves for a in form.arrays()]
+
+    def bind(self, arrays: list[mx.array]) -> None:
+        """Take over arrays in the order of ``arrays()``."""
+        rest = iter(arrays)
+        for form, n in zip(self._leaves, self._counts, strict=True):
+            form.bind([next(rest) for _ in range(n)])
+
+    def states(self) -> list[mx.array]:
+        """The recurrent arrays [slots, …], in the layout's order: what a step may track."""
+        return [a for form in self._leaves if isinstance(form, BatchRecurrent) for a in form.arrays()]
+
+    def tracked(self) -> list[tuple[Any, int]]:
+        """Where ``states()`` stand: (cache object, its slot's number)."""
+        return [(form, i) for form in self._leaves if isinstance(form, BatchRecurrent) for i in form.used]
+
+    def shown(self, ids: mx.array, emitted: list[mx.array]) -> None:
+        """Give heads what ``forward`` of these ``ids`` [slots] left for them."""
+        for form, hidden in zip(self._heads, emitted, strict=True):
+            form.shown(ids[:, None], hidden)
+
+    def live(self) -> list[mx.array]:
+        """All arrays that a step must evaluate."""
+        return self.arrays() + [a for form in self._heads for a in form.live()]
+
+    def hold(self) -> tuple[Any, ...]:
+        """Second handles on all that the next step rebinds. While they live, MLX cannot donate the buffers. Rows must
+        not join or leave before they are put back or let go of."""
+        rings = [list(ring.index) for ring in self._rings.values()]
+        return list(self.positions), rings, [form.hold() for form in self._leaves], self.arrays()
+
+    def put_back(self, held: tuple[Any, ...]) -> None:
+        """Undo the step that was built since ``hold()``."""
+        positions, rings, forms, arrays = held
+        self._place.positions = list(positions)
+        for ring, index in zip(self._rings.values(), rings, strict=True):
+            ring.index = list(index)
+        for form, handle in zip(self._leaves, forms, strict=True):
+            form.put_back(handle)
+        self.bind(arrays)
+
+
+class RowState:
+    """One row of a batch as a ``SequenceState`` that is read only."""
+
+    def __init__(self, batch: Batch, seat: Seat, members: Callable[[Seat], list[Member]]) -> None:
+        self._batch, self.seat = batch, seat
+        self.members = members(seat)
+
+    @property
+    def slot(self) -> int:
+        return self.seat.slot
+
+    @property
+    def position(self) -> int:
+        return self._batch.positions[self.seat.slot]
+
+    def catch_up(self) -> None:
+        for member in self.members:
+            member.catch_up()
+
+    def live(self) -> list[mx.array]:
+        """All arrays that must be evaluated before the row is read: those of the whole batch."""
+        return self._batch.live()
+
+
+def _leaves(caches: list[Any]) -> Iterator[Any]:
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _leaves(list(cache.caches))
+        else:
+            yield cache
+
+
+def _paths(caches: list[Any], above: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    for i, cache in enumerate(caches):
+        if isinstance(cache, CacheList):
+            yield from _paths(list(cache.caches), (*above, i))
+        else:
+            yield (*above, i)
+
+
+def _placed(values: list[int], keep: dict[int, int], slots: int) -> list[int]:
+    out = [0] * slots
+    for old, new in keep.items():
+        out[new] = values[old]
+    return out

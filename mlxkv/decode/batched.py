@@ -1,0 +1,98 @@
+"""The rows of a batch: forwards through ``Steps``, states at rungs through the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache.batch import Batch
+from ..cache.recorder import Followed, Recorder
+from .pool import Pool, keep
+from .step import Steps
+from .tracking import LANES, Track
+
+
+class Batched:
+    """``batch`` has the rows' states. A row owns at most one slot of the pool at a time; without a free one a rung goes
+    by, which is a miss later."""
+
+    def __init__(self, batch: Batch, steps: Steps, pool: Pool) -> None:
+        self.batch, self._steps, self._pool = batch, steps, pool
+        #: slot -> (pool slot, position) of a state that was captured, or is by the step in flight
+        self._places = batch.tracked()
+        self._captures: dict[int, tuple[int, int]] = {}
+
+    @property
+    def slots(self) -> int:
+        return self.batch.slots
+
+    def _owner(self, slot: int) -> tuple[int, int]:
+        return id(self), slot
+
+    def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
+        now: dict[int, tuple[int, int]] = {}
+        for slot, position in rungs.items():
+            if slot not in self._captures and len(now) < LANES:
+                into = self._pool.take(self._owner(slot))
+                if into is not None:
+                    now[slot] = into, position
+        track = Track.of(self.slots, self._pool.dummy, now) if now else None
+        try:
+            logits = self._steps.run(self.batch, inputs, track, self._pool)
+        except BaseException:
+            for slot in now:
+                self._pool.free_all(self._owner(slot))
+            raise
+        for slot, (into, _) in now.items():
+            self._pool.capture(into, self._owner(slot))
+        self._captures |= now
+        return logits
+
+    def hold(self) -> Any:
+        return self.batch.hold(), list(self._pool.arrays), dict(self._captures)
+
+    def put_back(self, held: Any) -> None:
+        batch, arrays, captures = held
+        self.batch.put_back(batch)
+        self._pool.arrays = arrays
+        for slot in [s for s in self._captures if s not in captures]:
+            self._free(slot)
+
+    def live(self) -> list[mx.array]:
+        return [*self.batch.live(), *self._pool.arrays]
+
+    def row(self, slot: int) -> Followed:
+        return self.batch.row(slot)
+
+    def position(self, slot: int) -> int:
+        return self.batch.positions[slot]
+
+    def tracks(self, slot: int) -> bool:
+        """A state of the row waits in the pool."""
+        return slot in self._captures
+
+    def due(self, slot: int, rung: bool) -> bool:
+        return slot in self._captures and self._captures[slot][1] < self.position(slot)
+
+    def store(self, slot: int, recorder: Recorder, rung: bool) -> None:
+        if slot in self._captures:
+            into, position = self._captures.pop(slot)
+            keep(recorder, self._pool, self._owner(slot), {position: into}, self._places)
+        else:
+            recorder.flush()
+
+    def _free(self, slot: int) -> None:
+        if slot in self._captures:
+            into, _ = self._captures.pop(slot)
+            self._pool.free(into, self._owner(slot))
+
+    def forget(self) -> None:
+        """The pool's contents are lost: nothing that was captured will be stored."""
+        for slot in list(self._captures):
+            self._free(slot)
+
+    def leave(self, slot: int) -> None:
+        self._free(slot)
+        self.batch.leave(slot)

@@ -1,0 +1,375 @@
+"""The loop of the engine: one turn takes what is new, admits what there is room for, reads a chunk of one prompt and
+makes a step of one group. It belongs to the engine's thread; what it decides is in ``scheduler``."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache.lookup import Lookup
+from ..cache.planner import Plan
+from ..cache.restoring import Restoring
+from ..cache.state import SequenceState
+from ..errors import EngineClosed, EngineError, MlxkvError
+from .batched import Batched
+from .group import Ended, Group
+from .memory import TOKEN_BYTES, Memory
+from .options import Options
+from .pace import Ladder, Pace
+from .pool import Pool
+from .prefill import Prefill
+from .reservation import OPEN_END, reserve
+from .runtime import Runtime
+from .scheduler import Admission, Rounds, Turns, max_gap, next_chunk
+from .seats import Seats
+from .sequence import Sequence
+from .solo import Allotment
+from .status import Status
+from .ticket import Ticket
+
+log = logging.getLogger("mlxkv.engine")
+
+
+class Loop:
+    """``failed`` is told of errors that may be the device's; it gives back the error that requests are told."""
+
+    def __init__(self, rt: Runtime, options: Options, failed: Callable[[BaseException], EngineError]) -> None:
+        self.rt, self._failed = rt, failed
+        self._gap = max_gap(options.max_gap_ms, rt.device)
+        self._max_rows = options.max_rows
+        self._ladder, self._pace = Ladder.up_to(rt.chunk), Pace()
+        self._admission, self._turns, self._rounds = Admission(), Turns(), Rounds()
+        self.tickets: deque[Ticket] = deque()
+        #: prompts that wait for room, in the order in which they came
+        self.waiting: list[Sequence] = []
+        self.restoring: dict[Sequence, Restoring] = {}
+        self.prefills: dict[Sequence, Prefill] = {}
+        self.seats = Seats(rt, options.max_rows, options.compile)
+        #: rows of the caches of those who do not decode yet
+        self._allotments: dict[Sequence, Allotment] = {}
+        self._steps, self._step_s = 0, 0.0
+        self._admitted = False
+        #: told when somebody was admitted, within a turn
+        self.changed: Callable[[], None] = lambda: None
+
+    # what others see
+
+    @property
+    def groups(self) -> list[Group]:
+        return self.seats.groups
+
+    @property
+    def pool(self) -> Pool:
+        return self.seats.pool
+
+    @property
+    def memory(self) -> Memory:
+        return self.rt.memory
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that were admitted."""
+        return [*self.restoring, *self.prefills, *self.seats.sequences()]
+
+    @property
+    def active(self) -> int:
+        return len(self.restoring) + len(self.prefills) + self.seats.rows
+
+    @property
+    def idle(self) -> bool:
+        """A turn would have nothing to do."""
+        return not (self.active or self.waiting or self.tickets)
+
+    def status(self) -> Status:
+        memory = self.rt.memory
+        shapes = [
+            (g.executor.slots, g.executor.batch.capacity if isinstance(g.executor, Batched) else 0) for g in self.groups
+        ]
+        return Status(
+            running=self.seats.rows,
+            prefilling=len(self.prefills),
+            restoring=len(self.restoring),
+            waiting=len(self.waiting),
+            queued=len(self.tickets),
+            reserved_bytes=memory.reserved,
+            reserved_rows=self.seats.reserved_rows() + sum(a.rows for a in self._allotments.values()),
+            pool_used=self.pool.used,
+            groups=tuple(shapes),
+            steps=self._steps,
+            step_s=self._step_s,
+            traces=self.seats.steps.traces,
+            memory=memory.ledger(),
+            turns=self.seats.obstacle,
+        )
+
+    def allotted(self, sequence: Sequence) -> int:
+        """Rows that the caches of a sequence have, or will have, which does not decode yet."""
+        return self._allotments[sequence].rows if sequence in self._allotments else 0
+
+    def check_integrity(self) -> None:
+        """Raises where books contradict each other, or somebody holds what nobody needs."""
+        self.pool.check_integrity()
+        self.rt.memory.check_integrity([*self.waiting, *self.sequences, *self.groups, self.pool])
+
+    # a turn
+
+    def turn(self) -> None:
+        """Whatever goes wrong is told to the requests that it concerns; raises only what ends the engine."""
+        self._receive()
+        self._leave()
+        self._admit()
+        self.changed()
+        self._restore()
+        groups = self.groups
+        step = self._rounds.next(groups) if groups else None
+        if step is None or step.first:
+            self._read()
+            self._regroup()
+        if step is not None and step.group in self.groups:
+            self._step(step.group)  # type: ignore[arg-type]
+        if self.active or self.waiting:
+            self.rt.memory.measure()
+        if not (self.prefills or self.groups):
+            self._wait()
+
+    def _wait(self) -> None:
+        """Nothing can be computed now: records are read, or a request waits for the system to have memory."""
+        if self.restoring:
+            next(iter(self.restoring.values())).wait(0.005)
+        elif self.waiting:
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Everybody leaves: who was admitted as cancelled, the others with an error."""
+        for ticket in self.tickets:
+            ticket.fail(EngineClosed("The engine was closed before this request was answered."))
+        for sequence in self.waiting:
+            sequence.fail(EngineClosed("The engine was closed before this request was answered."))
+            self._release(sequence)
+        self.tickets.clear()
+        self.waiting.clear()
+        for sequence in self.sequences:
+            self._cancel(sequence)
+
+    def give_up(self, error: BaseException) -> None:
+        """The device cannot be trusted: nobody is answered."""
+        for sequence in [*self.sequences, *self.waiting]:
+            self._fail(sequence, error)
+        for ticket in self.tickets:
+            ticket.fail(error)
+        self.tickets.clear()
+
+    # requests
+
+    def _receive(self) -> None:
+        """Build prompts: one a turn while others decode, whose tokens would wait for it."""
+        while self.tickets:
+            ticket = self.tickets.popleft()
+            if ticket.cancelled:
+                ticket.fail(EngineError("The request was cancelled before it started."))
+                continue
+            try:
+                sequence = Sequence(self.rt, ticket)
+                self._refuse_what_never_fits(sequence)
+            except Exception as e:
+                ticket.fail(self._told(e))
+                continue
+            self.rt.memory.charge("queue", sequence, TOKEN_BYTES * len(sequence.prompt.tokens))
+            self.waiting.append(sequence)
+            if self.groups:
+                break
+
+    def _refuse_what_never_fits(self, sequence: Sequence) -> None:
+        memory = self.rt.memory
+        rows = self._rows(sequence, True)
+        room = memory.room(memory.sequence_bytes(rows, self.rt.chunk))
+        if not room.ever:
+            raise memory.too_large(room, rows)
+
+    def _leave(self) -> None:
+        """Who no longer wants an answer goes, with all that was held for it. Rows notice at their next token."""
+        for sequence in [s for s in self.waiting if s.cancelled()]:
+            self.waiting.remove(sequence)
+            self._release(sequence)
+            sequence.fail(EngineError("The request was cancelled before it started."))
+        for sequence in [s for s in (*self.restoring, *self.prefills) if s.cancelled()]:
+            self._cancel(sequence)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        try:
+            if sequence in self.restoring:
+                self.restoring.pop(sequence).cancel()
+                sequence.fail(EngineError("The request was cancelled before it started."))
+            elif sequence in self.prefills:
+                prefill = self.prefills.pop(sequence)
+                mx.eval(prefill.state.live())
+                sequence.keep(prefill.state, "cancelled")
+                sequence.finish("cancelled")
+            else:
+                self._ended(self.seats.remove(sequence))
+        except Exception as e:
+            self._fail(sequence, self._told(e))
+        self._release(sequence)
+
+    def _admit(self) -> None:
+        while self.waiting and self.active < self._max_rows:
+            found = self._admission.next(self.waiting, self._fits)
+            if found is None:
+                return
+            sequence: Sequence = found  # type: ignore[assignment]
+            self.waiting.remove(sequence)
+            try:
+                self._begin(sequence)
+            except Exception as e:
+                self._fail(sequence, self._told(e))
+
+    def _rows(self, sequence: Sequence, alone: bool) -> int:
+        """Rows of the caches that its prompt is read into: with the answer's where it will decode on them."""
+        n = len(sequence.prompt.tokens)
+        answer = min(sequence.limit, OPEN_END) if alone else 0
+        return reserve(n + answer, max_len=self.rt.context_length)
+
+    def _fits(self, sequence: Any) -> bool:
+        """Room for its caches, and for a place in a batch where others are."""
+        memory = self.rt.memory
+        need = memory.sequence_bytes(self._rows(sequence, not self.active), self.rt.chunk)
+        if self.active and self.seats.obstacle is None:
+            need += memory.sequence_bytes(self.seats.capacity_for(sequence))
+        return memory.room(need).fits
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Look up, and start to read what is stored."""
+        rt, store = self.rt, sequence.store
+        rows = self._rows(sequence, not self.active)
+        allotment = self._allotments[sequence] = Allotment(rt, sequence, rows, "restores" if store else "caches")
+        rt.memory.release(sequence, "queue")
+
+        if store is None:
+            self._begun(sequence, allotment.fresh(), Lookup(0, "none", "off", 0), Plan())
+            return
+        started = time.monotonic()
+        plan = store.lookup(sequence.prompt.tokens, sequence.request.salt, legacy=False)
+        looked = time.monotonic()
+        sequence.lookup_s = looked - started
+        sequence.restoring_since = looked
+        self.restoring[sequence] = store.begin(
+            plan, sequence.prompt.tokens, allotment.fresh, rows, sequence.request.salt
+        )
+
+    def _restore(self) -> None:
+        for sequence, restoring in list(self.restoring.items()):
+            try:
+                if not restoring.advance():
+                    continue
+                del self.restoring[sequence]
+                sequence.restore_s = time.monotonic() - sequence.restoring_since
+                self._begun(sequence, *restoring.finish())
+            except Exception as e:
+                self._fail(sequence, self._told(e))
+
+    def _begun(self, sequence: Sequence, state: SequenceState, lookup: Lookup, plan: Plan) -> None:
+        self._allotments[sequence].restored()
+        sequence.begin(state, lookup, plan)
+        self.prefills[sequence] = Prefill(sequence, state)
+
+    # work
+
+    def _read(self) -> None:
+        """A chunk of one prompt; those that are read, or restored to their end, begin to decode."""
+        for sequence in [s for s, p in self.prefills.items() if p.remaining == 0]:
+            self._place(sequence)
+        if not self.prefills:
+            return
+        key: Any = self._turns.next({s: p.remaining for s, p in self.prefills.items()})
+        prefill = self.prefills[key]
+        position = prefill.state.position
+        shapes = [(g.executor.slots, max(g.positions().values(), default=0)) for g in self.groups if g.rows]
+        most = next_chunk(self._ladder, self._pace, self._gap, position, prefilling=len(self.prefills), groups=shapes)
+        started = time.monotonic()
+        try:
+            tokens = prefill.chunk(most)
+        except Exception as e:
+            self._fail(key, self._told(e))
+            return
+        self.seats.steps.interrupt()  # what comes next has waited for the chunk: it is no measure of a step
+        self._pace.chunk_took(tokens, position, time.monotonic() - started)
+        if prefill.remaining == 0:
+            self._place(key)
+
+    def _place(self, sequence: Sequence) -> None:
+        prefill = self.prefills.pop(sequence)
+        self._admitted = True
+        try:
+            self._ended(self.seats.place(sequence, prefill.state, self._allotments.pop(sequence)))
+        except Exception as e:
+            self._fail(sequence, self._told(e))
+
+    def _regroup(self) -> None:
+        try:
+            self._ended(self.seats.regroup(self._admitted))
+            self._admitted = False
+        except Exception as e:
+            self._all_failed(self.groups, e)
+
+    def _step(self, group: Group) -> None:
+        started = time.monotonic()
+        try:
+            self._ended(self.seats.step(group))
+        except Exception as e:
+            self._all_failed([group], e)
+            return
+        seconds = time.monotonic() - started
+        self._steps += 1
+        self._step_s += seconds
+        if group.rows:
+            self._pace.step_took(group.executor.slots, max(group.positions().values()), seconds)
+
+    # ends
+
+    def _ended(self, ended: list[Ended]) -> None:
+        for end in ended:
+            self._release(end.sequence)
+            if end.reason is not None:
+                end.sequence.finish(end.reason)
+            else:
+                assert end.error is not None
+                end.sequence.fail(self._told(end.error))
+
+    def _all_failed(self, groups: list[Group], e: BaseException) -> None:
+        """A step failed. On a GPU an error may surface later than the command that caused it: nobody's state can be
+        trusted then. On a CPU only the rows of that step are concerned."""
+        error = self._told(e)
+        lost = list(groups)
+        if self.rt.device != "cpu" and isinstance(e, RuntimeError):
+            lost = list(self.groups)
+            for sequence in [*self.restoring, *self.prefills]:
+                self._fail(sequence, error)
+        for group in lost:
+            for sequence in self.seats.discard(group):
+                self._fail(sequence, error)
+
+    def _fail(self, sequence: Sequence, error: BaseException) -> None:
+        restoring = self.restoring.pop(sequence, None)
+        if restoring is not None:
+            restoring.cancel()
+        self.prefills.pop(sequence, None)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.drop()
+        self._release(sequence)
+        sequence.fail(error)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._allotments.pop(sequence, None)
+        self.rt.memory.release(sequence)
+
+    def _told(self, e: BaseException) -> BaseException:
+        """What a request is told of an error."""
+        traceback.clear_frames(e.__traceback__)  # they hold the request's state, and callers keep errors
+        return e if isinstance(e, MlxkvError) else self._failed(e)

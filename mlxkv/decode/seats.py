@@ -1,0 +1,322 @@
+"""Who decodes with whom: groups are made, widened, divided and put together as ``grouping`` decides, each state copied
+once a move and paid for in the memory ledger first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+from ..cache.batch import Batch, BatchError, obstacle
+from ..cache.state import SequenceState
+from . import grouping
+from .batched import Batched
+from .group import Ended, Group, Row
+from .grouping import Divide, Grouping, Resize, Unite
+from .pool import Pool
+from .reservation import OPEN_END, ladder, reserve
+from .runtime import Runtime
+from .sequence import Sequence
+from .solo import Allotment, MemoryFull, Solo, fits
+from .step import Compile, Steps
+from .tracking import LANES
+
+log = logging.getLogger("mlxkv.engine")
+
+#: snapshots that can wait for the writer at the same time: rows are at a rung rarely
+SNAPSHOTS = LANES
+
+
+class Seats:
+    """``groups`` that decode. Moves happen between steps, to settled groups: no token is in flight then."""
+
+    def __init__(self, rt: Runtime, max_rows: int, compile: Compile) -> None:
+        self._rt = rt
+        self.groups: list[Group] = []
+        self.steps = Steps(rt.model, compile=compile)
+        self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None and rt.store is not None else Pool([], 0)
+        self._grouping = Grouping(max_rows)
+        self._alone: dict[Sequence, Allotment] = {}
+        #: why rows take turns instead of sharing a batch
+        self.obstacle: str | None = None if rt.live is not None else "its state has no known layout"
+        self._asked = False
+
+    @property
+    def rows(self) -> int:
+        """Sequences that decode."""
+        return sum(len(group.rows) for group in self.groups)
+
+    def sequences(self) -> Iterator[Sequence]:
+        for group in self.groups:
+            for row in group.rows.values():
+                yield row.sequence
+
+    def reserved_rows(self) -> int:
+        """Rows that caches of decoding sequences are charged for."""
+        batches = [g.executor.batch for g in self.groups if isinstance(g.executor, Batched)]
+        return sum(a.rows for a in self._alone.values()) + sum(b.slots * b.capacity for b in batches)
+
+    def _shown(self) -> list[grouping.Group]:
+        """The groups as ``grouping`` sees them; keys of rows are their sequences."""
+        return [
+            grouping.Group(
+                group,
+                group.executor.slots,
+                tuple(grouping.Row(group.rows[slot].sequence, at) for slot, at in group.positions().items()),
+                group.rested,
+            )
+            for group in self.groups
+        ]
+
+    def _together(self) -> bool:
+        """Whether rows of this model can share a batch; asked of the model itself when it first matters."""
+        rt = self._rt
+        if not self._asked and rt.live is not None:
+            self._asked = True
+            self.obstacle = obstacle(rt.model, rt.make_cache, rt.live)
+            if self.obstacle:
+                log.info("requests take turns: %s", self.obstacle)
+        return self.obstacle is None
+
+    # coming and going
+
+    def place(self, sequence: Sequence, state: SequenceState, allotment: Allotment) -> list[Ended]:
+        """A sequence whose prompt was read joins a group, or begins one; who ended meanwhile. On return the sequence
+        decodes."""
+        ended: list[Ended] = []
+        row = Row(sequence, state.position)
+        decision = self._grouping.place(grouping.Row(sequence, state.position), self._shown())
+        if decision is not None and self._together():
+            group: Group = decision.group  # type: ignore[assignment]
+            try:
+                ended += group.settle()
+                if group.rows:
+                    self._join(group, row, state, decision.slots)
+                    allotment.give_back()
+                    self._released(ended)
+                    return ended
+            except (BatchError, MemoryFull) as e:  # not yet, or not here
+                log.debug("a row decodes by itself: %s", e)
+        self._seat_alone(row, state, allotment)
+        self._released(ended)
+        return ended
+
+    def _seat_alone(self, row: Row, state: SequenceState, allotment: Allotment) -> None:
+        group = Group(Solo(self._rt.model, state, allotment.need), self._rt.async_kv_limit)
+        self._alone[row.sequence] = allotment
+        group.add(0, row)
+        self.groups.append(group)
+
+    def step(self, group: Group) -> list[Ended]:
+        """One step of a group; who ended. If it raises, the group's rows have failed: call ``discard``."""
+        ended: list[Ended] = []
+        if isinstance(group.executor, Batched):
+            need = max(group.positions().values()) + 1
+            if need > group.executor.batch.capacity:
+                ended += group.settle()
+                if group.rows:
+                    self._resize(group, group.executor.slots, need)
+        if group.rows:
+            ended += group.step()
+        self._released(ended)
+        return ended
+
+    def discard(self, group: Group) -> list[Sequence]:
+        """A step of this group failed: it is gone, with its rows, which are given back."""
+        lost = [row.sequence for row in group.rows.values()]
+        for slot in list(group.rows):
+            group.leave(slot)
+        if isinstance(group.executor, Batched):  # what its step left in the pool cannot be trusted, and all share it
+            for other in self.groups:
+                if isinstance(other.executor, Batched):
+                    other.executor.forget()
+            self.pool.forget()
+        self._released([Ended(sequence) for sequence in lost])
+        return lost
+
+    def remove(self, sequence: Sequence) -> list[Ended]:
+        """Take a sequence out between steps, as cancelled; all who ended."""
+        for group in self.groups:
+            slot = next((s for s, row in group.rows.items() if row.sequence is sequence), None)
+            if slot is not None:
+                ended = group.settle()
+                if slot in group.rows:  # it has not come to its end just now
+                    end = Ended(sequence, "cancelled")
+                    group.end(slot, end)
+                    ended.append(end)
+                self._released(ended)
+                return ended
+        return []
+
+    def _released(self, ended: list[Ended]) -> None:
+        for end in ended:
+            allotment = self._alone.pop(end.sequence, None)
+            if allotment is not None:
+                allotment.give_back()
+        self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        for group in [g for g in self.groups if not g.rows]:
+            self.groups.remove(group)
+            self._rt.memory.release(group)
+        if not self.groups:
+            self.pool.forget()
+            self._rt.memory.release(self.pool)
+
+    # groups
+
+    def regroup(self, admitted: bool) -> list[Ended]:
+        """The one change that is due, if any; who ended meanwhile. ``admitted``: somebody has just joined or begun to
+        decode. Steps are traced only then, so that at other times a group takes only shapes that are known."""
+        decision = self._grouping.regroup(self._shown())
+        if decision is None or not self._together() or not (admitted or self._known(decision)):
+            return []
+        group: Group = decision.group  # type: ignore[assignment]
+        others: list[Group] = [decision.other] if isinstance(decision, Unite) else []  # type: ignore[list-item]
+        ended = [end for g in (group, *others) for end in g.settle()]
+        if ended:  # it is another picture now
+            self._released(ended)
+            return ended
+        try:
+            if isinstance(decision, Resize):
+                if isinstance(group.executor, Batched):
+                    self._resize(group, decision.slots, 0)
+            elif isinstance(decision, Unite):
+                self._unite(group, others[0], decision.slots)
+            else:
+                self._divide(group, decision)
+        except (BatchError, MemoryFull) as e:
+            log.info("groups stay as they are: %s", e)
+        for g in (group, *others):
+            g.rested = 0
+        self._drop_empty()
+        return []
+
+    def _known(self, decision: Resize | Divide | Unite) -> bool:
+        batch = decision.group.batch
+        slots = 1 if isinstance(decision, Divide) else decision.slots
+        return self.steps.knows(slots, batch.capacity if batch is not None else 0)
+
+    def _unite(self, group: Group, other: Group, slots: int) -> None:
+        for slot in list(other.rows):
+            row, state = other.rows[slot], self._state(other, slot)
+            self._join(group, row, state, slots)
+            other.leave(slot)
+            self._given_up(row.sequence)
+
+    def _divide(self, group: Group, decision: Divide) -> None:
+        slots = {row.sequence: slot for slot, row in group.rows.items()}
+        for part in decision.parts[1:]:
+            apart: Group | None = None
+            for key in part:
+                slot = slots[key]  # type: ignore[index]
+                row, state = group.rows[slot], self._state(group, slot)
+                if apart is None:
+                    allotment = Allotment(self._rt, row.sequence, reserve(self._rows_for(row.sequence, state.position)))
+                    self._seat_alone(row, state, allotment)
+                    apart = self.groups[-1]
+                else:
+                    self._join(apart, row, state, grouping.bucket(len(part)))
+                group.leave(slot)
+        slots_left = grouping.bucket(len(group.rows))
+        if slots_left < group.executor.slots:
+            self._resize(group, slots_left, 0)
+
+    def _state(self, group: Group, slot: int) -> SequenceState:
+        """The solo state of a row, evaluated; what the store has not been given of it is copied out first."""
+        run = group.executor
+        if isinstance(run, Solo):
+            return run.state
+        assert isinstance(run, Batched)
+        mx.eval(run.live())
+        group.flush(slot)
+        state = run.batch.take(slot)
+        mx.eval(state.live())
+        return state
+
+    def _join(self, group: Group, row: Row, state: SequenceState, slots: int) -> None:
+        """One copy of a row's state into a settled group, whose caches become a batch, wider or longer first where
+        they must. Raises NotYet, MemoryFull; nothing has changed then."""
+        run = group.executor
+        if not isinstance(run, Batched):
+            run = self._batch_of(group, slots, self._rows_for(row.sequence, state.position))
+        need = self._rows_for(row.sequence, state.position)
+        slots = max(slots, run.slots)
+        if slots > run.slots or need > run.batch.capacity:
+            self._resize(group, slots, need)
+        slot = next(s for s in range(run.slots) if s not in group.rows)
+        shape = run.slots, run.batch.capacity
+        with self._paying(group, shape, shape):
+            run.batch.join(slot, state)
+            mx.eval(run.live())
+        group.add(slot, row)
+        self.steps.admit(run.batch, self.pool)
+
+    def _batch_of(self, group: Group, slots: int, need: int) -> Batched:
+        """Make a batch of a group that is one sequence on its own caches."""
+        rt, solo = self._rt, group.executor
+        assert isinstance(solo, Solo)
+        row = group.rows[0]
+        capacity = self._capacity(max(need, self._rows_for(row.sequence, solo.state.position)))
+        assert rt.live is not None
+        if not rt.memory.held_by(self.pool):  # from now on: a step's graph has it, whether anybody tracks or not
+            fits(rt.memory, self.pool, self.pool.full_nbytes, capacity)
+            rt.memory.charge("snapshots", self.pool, self.pool.full_nbytes)
+        with self._paying(group, None, (slots, capacity)):
+            batch = Batch(rt.make_cache, rt.live, slots, capacity)
+            batch.join(0, solo.state)
+            mx.eval(batch.live())
+        group.executor = batched = Batched(batch, self.steps, self.pool)
+        group.renumber({0: 0})
+        self._given_up(row.sequence)
+        return batched
+
+    def _resize(self, group: Group, slots: int, need: int) -> None:
+        """A batch with ``slots`` slots and room for ``need`` rows, and for what it has. Raises MemoryFull."""
+        run = group.executor
+        assert isinstance(run, Batched)
+        capacity = max(run.batch.capacity, self._capacity(need)) if need else run.batch.capacity
+        if (slots, capacity) == (run.slots, run.batch.capacity):
+            return
+        keep = {old: new for new, old in enumerate(sorted(group.rows))}
+        mx.eval(run.live())
+        for slot in group.rows:
+            if run.tracks(slot):  # by its slot, which may change
+                group.flush(slot)
+        with self._paying(group, (run.slots, run.batch.capacity), (slots, capacity)):
+            run.batch.resize(slots, capacity, keep)
+            mx.eval(run.live())
+        group.renumber(keep)
+        self.steps.admit(run.batch, self.pool)
+
+    @contextmanager
+    def _paying(self, group: Group, before: tuple[int, int] | None, after: tuple[int, int]) -> Iterator[None]:
+        """A batch goes from one shape (slots, capacity) to another: both are there meanwhile. Raises MemoryFull."""
+        memory = self._rt.memory
+        extra = memory.join_extra(before, after)
+        fits(memory, group, extra, after[1])
+        memory.charge("joins", group, extra)
+        try:
+            yield
+            memory.charge("caches", group, memory.batch_bytes(*after))
+        finally:
+            memory.release(group, "joins")
+
+    def _rows_for(self, sequence: Sequence, position: int) -> int:
+        """Rows that a sequence is given room for: all that it can have, or for some time where that is far."""
+        return min(sequence.full_length, position + OPEN_END)
+
+    def capacity_for(self, sequence: Sequence) -> int:
+        """Rows of a slot that has room for ``sequence``, once its prompt was read."""
+        return self._capacity(self._rows_for(sequence, sequence.end))
+
+    def _capacity(self, rows: int) -> int:
+        return ladder(rows, self._rt.context_length)
+
+    def _given_up(self, sequence: Sequence) -> None:
+        """Its solo caches are no longer needed."""
+        allotment = self._alone.pop(sequence, None)
+        if allotment is not None:
+            allotment.give_back()

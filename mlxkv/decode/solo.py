@@ -1,0 +1,118 @@
+"""One sequence on its own caches: what they may take of the memory, and how it decodes as the only row of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache.recorder import Recorder
+from ..cache.state import SequenceState
+from ..errors import EngineError
+from .memory import Memory
+from .runtime import Runtime
+from .sequence import Sequence
+
+
+class MemoryFull(EngineError):
+    """A running answer needs more memory than is left; the message has both numbers."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "memory_full"
+
+
+class Allotment:
+    """The rows that the solo caches of a sequence have, charged in its name; they grow in steps of ``rows``."""
+
+    def __init__(self, rt: Runtime, sequence: Sequence, rows: int, name: str = "caches") -> None:
+        """``name``: the ledger's entry that it is charged to at first."""
+        self._rt, self._sequence, self._step, self._name = rt, sequence, rows, name
+        self.rows = 0
+        self.hold(rows)
+
+    def fresh(self) -> SequenceState:
+        """Caches with this room, at position 0."""
+        rt = self._rt
+        caches = rt.make_cache()
+        # members that did not pass the probe are not asked: the model runs, nothing is kept
+        state = SequenceState.new(caches) if rt.layout is not None else SequenceState(caches, None)
+        state.reserve(self.rows)
+        return state
+
+    def hold(self, rows: int) -> None:
+        memory = self._rt.memory
+        self.rows = rows
+        memory.charge(self._name, self._sequence, memory.sequence_bytes(rows, self._rt.chunk))
+
+    def restored(self) -> None:
+        """What was being filled is a running sequence's from now on."""
+        self._rt.memory.move(self._sequence, self._name, "caches")
+        self._name = "caches"
+
+    def need(self, rows: int) -> None:
+        """Its caches are about to have ``rows`` rows. Raises MemoryFull."""
+        memory = self._rt.memory
+        while rows > self.rows:
+            more = memory.sequence_bytes(self.rows + self._step) - memory.sequence_bytes(self.rows)
+            fits(memory, self._sequence, more, rows)
+            self.hold(self.rows + self._step)
+
+    def give_back(self) -> None:
+        self.rows = 0
+        self._rt.memory.release(self._sequence, "caches")
+
+
+def fits(memory: Memory, owner: Hashable, need: int, rows: int) -> None:
+    """Raises MemoryFull unless there is room for ``need`` bytes more of ``owner``, which runs already."""
+    room = memory.room(need, owner)
+    if not room.fits:
+        raise MemoryFull(
+            f"The answer has come to {rows:,} tokens and needs {room.need:,} bytes more; {room.free:,} of "
+            f"{room.limit:,} are free.",
+            "Send it again later, ask for fewer tokens (max_tokens), or raise --memory-limit.",
+        )
+
+
+class Solo:
+    """``room`` is told how many rows the caches need before they grow. Who stands at a rung keeps the state: nothing
+    is captured while a step runs."""
+
+    slots = 1
+    batch = None
+
+    def __init__(self, model: Any, state: SequenceState, room: Callable[[int], None]) -> None:
+        self._model, self.state, self._room = model, state, room
+
+    def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
+        self._room(self.state.position + 1)
+        logits = self._model(inputs[None], cache=self.state.caches)
+        self.state.advance(1)
+        return logits[:, -1, :]
+
+    def hold(self) -> Any:
+        return self.state.hold()
+
+    def put_back(self, held: Any) -> None:
+        self.state.put_back(held)
+
+    def live(self) -> list[mx.array]:
+        return self.state.live()
+
+    def row(self, slot: int) -> SequenceState:
+        return self.state
+
+    def position(self, slot: int) -> int:
+        return self.state.position
+
+    def due(self, slot: int, rung: bool) -> bool:
+        return rung
+
+    def store(self, slot: int, recorder: Recorder, rung: bool) -> None:
+        recorder.flush()
+        if rung:
+            recorder.boundary(role="ladder")
+
+    def leave(self, slot: int) -> None:
+        """Its caches go with this object."""

@@ -1,0 +1,36 @@
+"""What an engine is doing, at one moment. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Status:
+    """running: answers that decode. prefilling: prompts that are read. restoring: what the store has of a prompt is
+    read. waiting: prompts that wait for room. queued: requests that nobody has looked at yet. reserved_bytes: charged
+    to all of these. reserved_rows: rows that their caches have room for. pool_used: states that wait for the writer.
+    groups: (slots, capacity in rows) of each group; capacity is 0 where one sequence is on its own caches. steps,
+    step_s: decoding steps made, and seconds spent on them. traces: functions compiled. memory: the ledger, bytes by
+    entry. turns: why rows of this model do not share a batch, None if they do or nobody has asked yet."""
+
+    running: int = 0
+    prefilling: int = 0
+    restoring: int = 0
+    waiting: int = 0
+    queued: int = 0
+    reserved_bytes: int = 0
+    reserved_rows: int = 0
+    pool_used: int = 0
+    groups: tuple[tuple[int, int], ...] = ()
+    steps: int = 0
+    step_s: float = 0.0
+    traces: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict)
+    turns: str | None = None
+
+    @property
+    def active(self) -> int:
+        """Requests that were admitted and have not ended."""
+        return self.running + self.prefilling + self.restoring
