@@ -248,6 +248,7 @@ class Engine:
 
             runtime, self.info = open_runtime(self._options)
             self.tokenizer = runtime.tokenizer
+            self._status = Status(memory=runtime.memory.ledger())  # there before anybody can ask
         except BaseException as e:
             if isinstance(e, MlxkvError):
                 self._load_error = e
