@@ -116,11 +116,24 @@ class Seats:
             need = max(group.positions().values()) + 1
             if need > group.executor.batch.capacity:
                 ended += group.settle()
-                if group.rows:
-                    self._resize(group, group.executor.slots, need)
+                ended += self._grow(group)
         if group.rows:
             ended += group.step()
         self._released(ended)
+        return ended
+
+    def _grow(self, group: Group) -> list[Ended]:
+        """More columns for a settled batch, or for whom there is no memory ends: who stands at the last one."""
+        run, ended = group.executor, []
+        assert isinstance(run, Batched)
+        longest = max(group.positions().values(), default=0)
+        try:
+            if longest >= run.batch.capacity:
+                self._resize(group, run.slots, longest + 1)
+        except MemoryFull as e:
+            for slot in [slot for slot, at in group.positions().items() if at >= run.batch.capacity]:
+                ended.append(Ended(group.rows[slot].sequence, error=e))
+                group.end(slot, ended[-1])
         return ended
 
     def discard(self, group: Group) -> list[Sequence]:
@@ -285,18 +298,21 @@ class Seats:
         for slot in group.rows:
             if run.tracks(slot):  # by its slot, which may change
                 group.flush(slot)
-        with self._paying(group, (run.slots, run.batch.capacity), (slots, capacity)):
+        with self._paying(group, (run.slots, run.batch.capacity), (slots, capacity), need):
             run.batch.resize(slots, capacity, keep)
             mx.eval(run.live())
         group.renumber(keep)
         self.steps.admit(run.batch, self.pool)
 
     @contextmanager
-    def _paying(self, group: Group, before: tuple[int, int] | None, after: tuple[int, int]) -> Iterator[None]:
-        """A batch goes from one shape (slots, capacity) to another: both are there meanwhile. Raises MemoryFull."""
+    def _paying(
+        self, group: Group, before: tuple[int, int] | None, after: tuple[int, int], rows: int = 0
+    ) -> Iterator[None]:
+        """A batch goes from one shape (slots, capacity) to another: both are there meanwhile. Raises MemoryFull, which
+        speaks of ``rows`` tokens."""
         memory = self._rt.memory
         extra = memory.join_extra(before, after)
-        fits(memory, group, extra, after[1])
+        fits(memory, group, extra, rows or after[1])
         memory.charge("joins", group, extra)
         try:
             yield

@@ -7,13 +7,17 @@ import time
 import pytest
 
 import mlxkv
-from mlxkv.decode import generation
+from mlxkv.decode import generation, seats
+from mlxkv.decode import loop as loop_module
 from mlxkv.decode.memory import live_bytes, weigh
 from mlxkv.decode.request import Request, SamplingParams
+from mlxkv.decode.solo import MemoryFull
 from mlxkv.errors import ConfigError
 from mlxkv.models import load
 from tests import headed, tiny
 from tests.cache.stores import prompt
+from tests.decode.many import Alone, Crowd, Planned, ask, settled, wrong_with
+from tests.decode.many import load as load_engine
 from tests.probe import Probe, equal, run, runtime
 
 RAM = 1 << 26
@@ -112,3 +116,30 @@ def test_a_limit_that_cannot_work_is_refused_at_start(tiny_model):
     for number in (least - 1, rt.memory.weights, least - rt.memory.weights):
         assert f"{number:,}" in e.value.message
     assert "--memory-limit" in e.value.cure
+
+
+def test_who_outgrows_the_room_of_a_batch_fails_alone(tiny_model, monkeypatch):
+    """Its neighbours needed no more columns: they go on, and get what they get alone."""
+    for module in (seats, loop_module):
+        monkeypatch.setattr(module, "OPEN_END", 16)
+    alone = Alone(tiny_model("llama"))
+    asked = [ask(tiny.ids(200), 120), ask(tiny.ids(20, seed=1), 100), ask(tiny.ids(30, seed=2), 90)]
+    with load_engine(tiny_model("llama"), None) as engine:
+        crowd = Crowd(engine)
+        for number, request in enumerate(asked):
+            crowd.submit(number, request)
+        crowd.until(lambda: all(crowd.reached(number, 3) for number in range(3)))
+
+        def fill(loop):
+            assert [group.batch is not None and len(group.rows) for group in loop.groups] == [3]
+            loop.memory.limit = loop.memory.weights + loop.memory.reserved
+
+        engine.inspect(fill)
+        outcomes = crowd.finish()
+        error = outcomes[0].error
+        assert isinstance(error, MemoryFull) and "257 tokens" in error.message
+        assert len(outcomes[0].tokens) == 57  # the last of them would have been the 257th that is read
+        for number in (1, 2):
+            assert wrong_with(Planned(asked[number]), outcomes[number], alone(asked[number])) == []
+        assert engine.health().ok and not settled(engine)
+    alone.close()
