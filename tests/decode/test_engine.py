@@ -303,3 +303,18 @@ def test_ctrl_c_while_loading_ends_cleanly(moment, tiny_model):
     command = [sys.executable, "-c", script, str(tiny_model("llama"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
+
+
+def test_a_warm_up_leaves_nothing(tiny_model, tmp_path):
+    from mlxkv.cache.store import stats
+
+    with mlxkv.load(tiny_model("qwen3_5"), cache_dir=tmp_path / "cache", block_size=16) as engine:
+        cold = mlxkv.generate(engine, tiny.ids(20), max_tokens=8, use_cache=False)
+    with mlxkv.load(tiny_model("qwen3_5"), cache_dir=tmp_path / "cache", block_size=16) as engine:
+        engine.warm_up()
+        status = engine.status()
+        assert status.steps > 0 and status.active == status.reserved_bytes == status.waiting == 0
+        asked = mlxkv.generate(engine, [0] * 32, max_tokens=1)
+        assert (asked.usage.cached_tokens, asked.cache.miss_reason) == (0, "empty")
+        assert mlxkv.generate(engine, tiny.ids(20), max_tokens=8).token_ids == cold.token_ids
+    assert stats(tmp_path / "cache")["records"] > 0
