@@ -235,10 +235,15 @@ class Loop:
         answer = min(sequence.limit, OPEN_END) if alone else 0
         return reserve(n + answer, max_len=self.rt.context_length)
 
+    @property
+    def _stays_alone(self) -> bool:
+        """Who is admitted now will decode on the caches that its prompt is read into, as far as can be foreseen."""
+        return not self.active or self.seats.obstacle is not None
+
     def _fits(self, sequence: Any) -> bool:
         """Room for its caches, and for a place in a batch where others are."""
         memory = self.rt.memory
-        need = memory.sequence_bytes(self._rows(sequence, not self.active), self.rt.chunk)
+        need = memory.sequence_bytes(self._rows(sequence, self._stays_alone), self.rt.chunk)
         if self.active and self.seats.obstacle is None:
             need += memory.sequence_bytes(self.seats.capacity_for(sequence))
         return memory.room(need).fits
@@ -246,7 +251,7 @@ class Loop:
     def _begin(self, sequence: Sequence) -> None:
         """Look up, and start to read what is stored."""
         rt, store = self.rt, sequence.store
-        rows = self._rows(sequence, not self.active)
+        rows = self._rows(sequence, self._stays_alone)
         allotment = self._allotments[sequence] = Allotment(rt, sequence, rows, "restores" if store else "caches")
         rt.memory.release(sequence, "queue")
 

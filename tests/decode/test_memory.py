@@ -16,6 +16,7 @@ from mlxkv.errors import ConfigError
 from mlxkv.models import load
 from tests import headed, tiny
 from tests.cache.stores import prompt
+from tests.decode.equal import overlap
 from tests.decode.many import Alone, Crowd, Planned, ask, settled, wrong_with
 from tests.decode.many import load as load_engine
 from tests.probe import Probe, equal, run, runtime
@@ -143,3 +144,29 @@ def test_who_outgrows_the_room_of_a_batch_fails_alone(tiny_model, monkeypatch):
             assert wrong_with(Planned(asked[number]), outcomes[number], alone(asked[number])) == []
         assert engine.health().ok and not settled(engine)
     alone.close()
+
+
+def test_who_will_decode_alone_waits_for_room_for_the_answer_too(tiny_model, monkeypatch):
+    """Rows of some models take turns: then no batch is there that would have had the room."""
+    monkeypatch.setattr(seats, "obstacle", lambda *_: "rows of this model take turns")
+    asked = [ask(tiny.ids(200, seed=n), 400) for n in range(3)]
+    with load_engine(tiny_model("llama"), None) as engine:
+        first = Crowd(engine)
+        for number in range(2):  # after these it is known
+            first.submit(number, ask(tiny.ids(20, seed=number), 30))
+        first.finish()
+        assert engine.status().turns == "rows of this model take turns"
+
+        def two(loop):
+            memory = loop.memory
+            memory.limit = memory.weights + 2 * memory.sequence_bytes(768, 12) + memory.sequence_bytes(512, 12)
+
+        engine.inspect(two)
+        crowd = Crowd(engine)
+        for number, request in enumerate(asked):
+            crowd.submit(number, request)
+        outcomes = crowd.finish()
+        assert [outcome.error for outcome in outcomes.values()] == [None] * 3
+        assert all(len(outcome.tokens) == 400 for outcome in outcomes.values())
+        assert overlap([outcomes[0], outcomes[1]]) == 2
+        assert not settled(engine)
