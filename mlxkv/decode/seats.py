@@ -225,20 +225,23 @@ class Seats:
             apart: Group | None = None
             for key in part:
                 slot = slots[key]  # type: ignore[index]
-                row, state = group.rows[slot], self._state(group, slot)
+                row = group.rows[slot]
                 if apart is None:
-                    allotment = Allotment(self._rt, row.sequence, reserve(self._rows_for(row.sequence, state.position)))
-                    self._seat_alone(row, state, allotment)
+                    rows = reserve(self._rows_for(row.sequence, group.positions()[slot]))
+                    fits(self._rt.memory, group, self._rt.memory.sequence_bytes(rows), rows)
+                    allotment = Allotment(self._rt, row.sequence, rows)
+                    self._seat_alone(row, self._state(group, slot, rows), allotment)
                     apart = self.groups[-1]
                 else:
-                    self._join(apart, row, state, grouping.bucket(len(part)))
+                    self._join(apart, row, self._state(group, slot), grouping.bucket(len(part)))
                 group.leave(slot)
         slots_left = grouping.bucket(len(group.rows))
         if slots_left < group.executor.slots:
             self._resize(group, slots_left, 0)
 
-    def _state(self, group: Group, slot: int) -> SequenceState:
-        """The solo state of a row, evaluated; what the store has not been given of it is copied out first."""
+    def _state(self, group: Group, slot: int, rows: int = 0) -> SequenceState:
+        """The solo state of a row, evaluated, with room for ``rows`` if it comes out of a batch; what the store has not
+        been given of it is copied out first."""
         run = group.executor
         if isinstance(run, Solo):
             return run.state
@@ -246,6 +249,8 @@ class Seats:
         mx.eval(run.live())
         group.flush(slot)
         state = run.batch.take(slot)
+        if rows:
+            state.reserve(rows)
         mx.eval(state.live())
         return state
 
