@@ -261,5 +261,5 @@ class Group:
                 end.sequence.keep(self.executor.row(slot), end.reason)
             else:
                 end.sequence.drop()
-            self.leave(slot)
             self._ended.append(end)
+            self.leave(slot)

@@ -359,9 +359,9 @@ class Loop:
         try:
             yield
         except Exception as e:
-            error = self._told(e)
+            error, touched = self._told(e), list(self.seats.touched)
             self._tell_ended()
-            self._all_failed(self.seats.touched, e, error)
+            self._all_failed(touched, e, error)
             for sequence in coming:
                 self._fail(sequence, error)
         else:
@@ -388,8 +388,9 @@ class Loop:
             for sequence in [*self.restoring, *self.prefills]:
                 self._fail(sequence, error)
         for group in lost:
-            for sequence in self.seats.discard(group):
-                self._fail(sequence, error)
+            for row in group.rows.values():
+                self._fail(row.sequence, error)
+            self.seats.discard(group)
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         restoring = self.restoring.pop(sequence, None)

@@ -40,7 +40,8 @@ class Seats:
         self._grouping = Grouping(max_rows)
         self._alone: dict[Sequence, Allotment] = {}
         self._ended: list[Ended] = []
-        #: the groups that the latest call changed: where it failed, their rows' states cannot be trusted
+        #: the groups that the latest call changed, until ``ended`` is asked: where it failed, their rows' states cannot
+        #: be trusted
         self.touched: list[Group] = []
         #: why rows take turns instead of sharing a batch
         self.obstacle: str | None = None if rt.live is not None else "its state has no known layout"
@@ -88,7 +89,7 @@ class Seats:
     def ended(self) -> list[Ended]:
         """Who has come to an end since this was last asked; to be asked after each call, also after one that
         raised."""
-        ended, self._ended[:] = list(self._ended), []
+        ended, self._ended[:], self.touched = list(self._ended), [], []
         self._give_back(end.sequence for end in ended)
         self._drop_empty()
         return ended
@@ -146,8 +147,8 @@ class Seats:
         self._give_back(end.sequence for end in ended)
         return ended
 
-    def discard(self, group: Group) -> list[Sequence]:
-        """A step of this group failed: it is gone, with its rows, which are given back."""
+    def discard(self, group: Group) -> None:
+        """A step of this group failed: it is gone, with its rows."""
         lost = [row.sequence for row in group.rows.values()]
         for slot in list(group.rows):
             group.leave(slot)
@@ -158,7 +159,6 @@ class Seats:
             self.pool.forget()
         self._give_back(lost)
         self._drop_empty()
-        return lost
 
     def clear(self) -> list[Sequence]:
         """Nobody decodes any more, and nothing of what was there is looked at again; who that was."""
