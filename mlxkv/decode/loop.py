@@ -330,6 +330,9 @@ class Loop:
             self._place(key)
 
     def _place(self, sequence: Sequence) -> None:
+        if sequence.cancelled():  # within this turn: no step is made for it
+            self._cancel(sequence)
+            return
         prefill = self.prefills.pop(sequence)
         self._admitted = True
         with self._changing(sequence):

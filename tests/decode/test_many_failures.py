@@ -64,11 +64,21 @@ def right(alone, plan, outcomes, *, but):
             assert wrong_with(planned, outcome, alone(planned.request)) == [], number
 
 
-def company():
-    """The marked one, three as short as it, one so long that it cannot stand in a rectangle with any of those (beside
-    one or more of at most 84 tokens, padding 300 would be more than 1.5 of what is real), and who comes later."""
-    short = [Planned(innocent(20 + n, n, 60), (0, 0)) for n in range(3)]
-    return [Planned(marked(24, 99)), *short, Planned(innocent(300, 10, 60), (0, 0)), Planned(innocent(40, 20), (0, 40))]
+#: tokens of a prompt that stands in no rectangle with short rows: those count as 512 columns, and padded to 1,700 they
+#: would need more than 1.5 of what they and it are
+FAR = 1700
+
+
+def company(long=300):
+    """The marked one, three as short as it, one of ``long`` tokens that decodes before they come, and who comes
+    later."""
+    short = [Planned(innocent(20 + n, n, 60), (4, 1)) for n in range(3)]
+    return [
+        Planned(marked(24, 99), (4, 1)),
+        *short,
+        Planned(innocent(long, 10, 90)),
+        Planned(innocent(40, 20), (0, 40)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +86,7 @@ def company():
     [("gemma3_text", ValueError("it failed")), ("qwen3_5", RuntimeError("it failed"))],
 )
 def test_a_failed_step_fails_its_rows_and_nobody_else(model, alone, tmp_path, error):
-    trap, plan = Trap(raising(error), at=30), company()
+    trap, plan = Trap(raising(error), at=30), company(FAR)
     with trap.engine(model, tmp_path, prefill_chunk=64) as engine:
         outcomes = drive(engine, plan)
         failed = {number for number, outcome in enumerate(outcomes) if outcome.error is not None}
