@@ -192,7 +192,7 @@ class Engine:
                 raise EngineClosed("The engine is closed.")
             if not self._thread.is_alive():  # after a fork, for one
                 raise EngineClosed("The engine's thread does not run in this process.", "Start an engine here.")
-            waiting = len(self._queue) + self._status.waiting
+            waiting = len(self._queue) + self._status.queued + self._status.waiting
             if waiting >= self._max_queue:
                 raise QueueFull(f"{waiting} requests wait already.", "Try again later.")
             self._queue.append(ticket)
@@ -312,17 +312,26 @@ class Engine:
                     break
                 loop.tickets.extend(self._queue)
                 self._queue.clear()
+                self._status = replace(self._status, queued=len(loop.tickets))
                 questions, self._asked = list(self._asked), deque()
-            for question in questions:
-                question.ask(loop)
+            while questions:
+                questions.pop(0).ask(loop)
             with self._watchdog.turn():
-                loop.turn()
+                try:
+                    loop.turn()
+                except BaseException as e:  # nobody is left waiting, whatever it was
+                    loop.reset(self._failed(e))
             if self._broken is not None:
                 self._give_up(loop)
+                publish()
                 return
             publish()
         with self._watchdog.turn():
-            loop.close()
+            try:
+                loop.close()
+            except BaseException as e:
+                log.exception("the engine was closed, but not in order")
+                loop.give_up(EngineClosed(f"The engine was closed: {type(e).__name__}: {e}."))
         publish()
 
     def _failed(self, e: BaseException) -> EngineError:

@@ -93,8 +93,8 @@ def test_rows_stand_in_one_batch(tiny_model, arch):
 def test_a_row_that_leaves_a_batch_takes_its_own_room_only(tiny_model, monkeypatch):
     """The batch had columns for a longer row; what goes on by itself has room for its own answer."""
     monkeypatch.setattr(grouping, "SHORT", 64)
-    asked = [ask(tiny.ids(500, seed=n), max_tokens) for n, max_tokens in enumerate((300, 80, 80))]
-    asked.append(ask(tiny.ids(20, seed=3), 200))
+    asked = [ask(tiny.ids(500, seed=n), max_tokens) for n, max_tokens in enumerate((200, 80, 80))]
+    asked.append(ask(tiny.ids(20, seed=3), 140))
     alone, capacities = Alone(tiny_model("qwen3_5")), set()
     with load(tiny_model("qwen3_5"), None, prefill_chunk=512) as engine:
         looks, events = Looks(engine, exact=True), iter(range(10**6))
