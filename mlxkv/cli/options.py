@@ -123,7 +123,7 @@ MANY = _group(
         "max_rows": (
             str | None,
             ("--max-rows",),
-            "Answers that decode at the same time (default 16).",
+            "Requests that run at the same time (default 16).",
             {"metavar": "N"},
         ),
         "compile": (

@@ -86,7 +86,7 @@ class Engine:
     forward, None for what suits the device. split: whether a boundary of the store cuts a forward: always, never where
     the model can do without, or auto (on a GPU only 512 tokens or more after the last cut). max_gap_ms: milliseconds
     that two tokens of an answer should at most be apart while other prompts are read, whose chunks shrink for it;
-    None: 250 on a GPU, 500 on a CPU. max_rows: answers that decode at the same time. compile: whether decoding steps
+    None: 250 on a GPU, 500 on a CPU. max_rows: requests that run at the same time. compile: whether decoding steps
     are compiled: on, off, or auto (where that was measured faster). async_kv_limit: bytes of live state up to which a
     step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM;
     None: 1/16 of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB.

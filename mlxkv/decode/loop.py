@@ -138,6 +138,7 @@ class Loop:
             self.rt.memory.measure()
         if not (self.prefills or self.groups):
             self._wait()
+        self.seats.tidy()
         self._forget()
 
     def _forget(self) -> None:
@@ -262,10 +263,15 @@ class Loop:
         answer = min(sequence.limit, OPEN_END) if alone else 0
         return reserve(n + answer, max_len=self.rt.context_length)
 
+    @property
+    def _stays_alone(self) -> bool:
+        """Who is admitted now will decode on the caches that its prompt is read into, as far as can be foreseen."""
+        return not self.active or self.seats.obstacle is not None
+
     def _fits(self, sequence: Any) -> bool:
         """Room for its caches, and for a place in a batch where others are."""
         memory = self.rt.memory
-        need = memory.sequence_bytes(self._rows(sequence, not self.active), self.rt.chunk)
+        need = memory.sequence_bytes(self._rows(sequence, self._stays_alone), self.rt.chunk)
         if self.active and self.seats.obstacle is None:
             need += memory.sequence_bytes(self.seats.capacity_for(sequence))
         return memory.room(need).fits
@@ -273,7 +279,7 @@ class Loop:
     def _begin(self, sequence: Sequence) -> None:
         """Look up, and start to read what is stored."""
         rt, store = self.rt, sequence.store
-        rows = self._rows(sequence, not self.active)
+        rows = self._rows(sequence, self._stays_alone)
         allotment = self._allotments[sequence] = Allotment(rt, sequence, rows, "restores" if store else "caches")
         rt.memory.release(sequence, "queue")
 
@@ -345,7 +351,7 @@ class Loop:
 
     def _step(self, group: Group) -> None:
         started = time.monotonic()
-        with self._changing():
+        with self._changing(), self.pool.step():
             self.seats.step(group)
         seconds = time.monotonic() - started
         self._steps += 1
@@ -374,11 +380,11 @@ class Loop:
         for end in self.seats.ended():
             self._release(end.sequence)
             try:
-                if end.reason is not None:
-                    end.sequence.finish(end.reason)
-                else:
-                    assert end.error is not None
+                if end.error is not None:
                     end.sequence.fail(self._its_own(end.error))
+                else:
+                    assert end.reason is not None
+                    end.sequence.finish(end.reason)
             except Exception as e:
                 end.sequence.fail(self._its_own(e))
 

@@ -16,7 +16,7 @@ from .batched import Batched
 from .group import Ended, Group, Row
 from .grouping import Divide, Grouping, Resize, Unite
 from .pool import Pool
-from .reservation import OPEN_END, ladder, reserve
+from .reservation import OPEN_END, ladder
 from .runtime import Runtime
 from .sequence import Sequence
 from .solo import Allotment, MemoryFull, Solo, fits
@@ -139,7 +139,7 @@ class Seats:
         except MemoryFull as e:
             for slot, at in group.positions().items():
                 if at + 1 >= need:
-                    group.end(slot, Ended(group.rows[slot].sequence, error=e))
+                    group.end(slot, Ended(group.rows[slot].sequence, "cancelled", e))  # stored: asking again is cheap
 
     def _settle(self, group: Group) -> list[Ended]:
         """Settle a group; what those who ended had is free for what follows."""
@@ -194,9 +194,13 @@ class Seats:
         for group in [g for g in self.groups if not g.rows]:
             self.groups.remove(group)
             self._rt.memory.release(group)
-        if not self.groups:
+
+    def tidy(self) -> None:
+        """At the end of a turn: without groups nobody captures."""
+        if not self.groups and not self.pool.used:
             self.pool.forget()
             self._rt.memory.release(self.pool)
+        self.pool.check_integrity()
 
     # groups
 
@@ -246,7 +250,8 @@ class Seats:
                 slot = slots[key]  # type: ignore[index]
                 row, state = group.rows[slot], self._state(group, slot)
                 if apart is None:
-                    rows = reserve(self._rows_for(row.sequence, state.position))
+                    assert group.batch is not None
+                    rows = group.batch.capacity  # which its copy has
                     fits(self._rt.memory, row.sequence, self._rt.memory.sequence_bytes(rows, self._rt.chunk), rows)
                     self._seat_alone(row, state, Allotment(self._rt, row.sequence, rows))
                     apart = self.groups[-1]
@@ -318,18 +323,21 @@ class Seats:
         for slot in group.rows:
             if run.tracks(slot):  # by its slot, which may change
                 group.flush(slot)
-        with self._paying(group, (run.slots, run.batch.capacity), (slots, capacity)):
+        with self._paying(group, (run.slots, run.batch.capacity), (slots, capacity), need):
             run.batch.resize(slots, capacity, keep)
             mx.eval(run.live())
         group.renumber(keep)
         self.steps.admit(run.batch, self.pool)
 
     @contextmanager
-    def _paying(self, group: Group, before: tuple[int, int] | None, after: tuple[int, int]) -> Iterator[None]:
-        """A batch goes from one shape (slots, capacity) to another: both are there meanwhile. Raises MemoryFull."""
+    def _paying(
+        self, group: Group, before: tuple[int, int] | None, after: tuple[int, int], rows: int = 0
+    ) -> Iterator[None]:
+        """A batch goes from one shape (slots, capacity) to another: both are there meanwhile. Raises MemoryFull, which
+        speaks of ``rows`` tokens."""
         memory = self._rt.memory
         extra = memory.join_extra(before, after)
-        fits(memory, group, extra, after[1])
+        fits(memory, group, extra, rows or after[1])
         memory.charge("joins", group, extra)
         try:
             yield

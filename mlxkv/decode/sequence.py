@@ -1,5 +1,5 @@
 """A sequence: one request in the house, from its prompt to its completion. It knows what it has said and remembered,
-not when it runs: ``prefill``, ``alone`` and ``together`` bring its state forward."""
+not when it runs: ``prefill``, and the groups of ``seats``, bring its state forward."""
 
 from __future__ import annotations
 

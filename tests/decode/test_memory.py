@@ -7,13 +7,18 @@ import time
 import pytest
 
 import mlxkv
-from mlxkv.decode import generation
+from mlxkv.decode import generation, seats
+from mlxkv.decode import loop as loop_module
 from mlxkv.decode.memory import live_bytes, weigh
 from mlxkv.decode.request import Request, SamplingParams
+from mlxkv.decode.solo import MemoryFull
 from mlxkv.errors import ConfigError
 from mlxkv.models import load
 from tests import headed, tiny
 from tests.cache.stores import prompt
+from tests.decode.equal import overlap
+from tests.decode.many import Alone, Crowd, Planned, ask, settled, wrong_with
+from tests.decode.many import load as load_engine
 from tests.probe import Probe, equal, run, runtime
 
 RAM = 1 << 26
@@ -112,3 +117,56 @@ def test_a_limit_that_cannot_work_is_refused_at_start(tiny_model):
     for number in (least - 1, rt.memory.weights, least - rt.memory.weights):
         assert f"{number:,}" in e.value.message
     assert "--memory-limit" in e.value.cure
+
+
+def test_who_outgrows_the_room_of_a_batch_fails_alone(tiny_model, monkeypatch):
+    """Its neighbours needed no more columns: they go on, and get what they get alone."""
+    for module in (seats, loop_module):
+        monkeypatch.setattr(module, "OPEN_END", 16)
+    alone = Alone(tiny_model("llama"))
+    asked = [ask(tiny.ids(200), 120), ask(tiny.ids(20, seed=1), 100), ask(tiny.ids(30, seed=2), 90)]
+    with load_engine(tiny_model("llama"), None) as engine:
+        crowd = Crowd(engine)
+        for number, request in enumerate(asked):
+            crowd.submit(number, request)
+        crowd.until(lambda: all(crowd.reached(number, 3) for number in range(3)))
+
+        def fill(loop):
+            assert [group.batch is not None and len(group.rows) for group in loop.groups] == [3]
+            loop.memory.limit = loop.memory.weights + loop.memory.reserved
+
+        engine.inspect(fill)
+        outcomes = crowd.finish()
+        error = outcomes[0].error
+        assert isinstance(error, MemoryFull) and "257 tokens" in error.message
+        assert len(outcomes[0].tokens) == 57  # the last of them would have been the 257th that is read
+        for number in (1, 2):
+            assert wrong_with(Planned(asked[number]), outcomes[number], alone(asked[number])) == []
+        assert engine.health().ok and not settled(engine)
+    alone.close()
+
+
+def test_who_will_decode_alone_waits_for_room_for_the_answer_too(tiny_model, monkeypatch):
+    """Rows of some models take turns: then no batch is there that would have had the room."""
+    monkeypatch.setattr(seats, "obstacle", lambda *_: "rows of this model take turns")
+    asked = [ask(tiny.ids(200, seed=n), 400) for n in range(3)]
+    with load_engine(tiny_model("llama"), None) as engine:
+        first = Crowd(engine)
+        for number in range(2):  # after these it is known
+            first.submit(number, ask(tiny.ids(20, seed=number), 30))
+        first.finish()
+        assert engine.status().turns == "rows of this model take turns"
+
+        def two(loop):
+            memory = loop.memory
+            memory.limit = memory.weights + 2 * memory.sequence_bytes(768, 12) + memory.sequence_bytes(512, 12)
+
+        engine.inspect(two)
+        crowd = Crowd(engine)
+        for number, request in enumerate(asked):
+            crowd.submit(number, request)
+        outcomes = crowd.finish()
+        assert [outcome.error for outcome in outcomes.values()] == [None] * 3
+        assert all(len(outcome.tokens) == 400 for outcome in outcomes.values())
+        assert overlap([outcomes[0], outcomes[1]]) == 2
+        assert not settled(engine)
