@@ -83,7 +83,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Ended:
-    """A sequence that left its group: it came to its end, or failed alone."""
+    """A sequence that left its group: it came to its end, or failed alone. With a ``reason`` what it has come to is
+    stored, also where there is an ``error``."""
 
     sequence: Sequence
     reason: FinishReason | None = None

@@ -138,6 +138,7 @@ class Loop:
             self.rt.memory.measure()
         if not (self.prefills or self.groups):
             self._wait()
+        self.seats.tidy()
         self._forget()
 
     def _forget(self) -> None:
@@ -350,7 +351,7 @@ class Loop:
 
     def _step(self, group: Group) -> None:
         started = time.monotonic()
-        with self._changing():
+        with self._changing(), self.pool.step():
             self.seats.step(group)
         seconds = time.monotonic() - started
         self._steps += 1
@@ -379,11 +380,11 @@ class Loop:
         for end in self.seats.ended():
             self._release(end.sequence)
             try:
-                if end.reason is not None:
-                    end.sequence.finish(end.reason)
-                else:
-                    assert end.error is not None
+                if end.error is not None:
                     end.sequence.fail(self._its_own(end.error))
+                else:
+                    assert end.reason is not None
+                    end.sequence.finish(end.reason)
             except Exception as e:
                 end.sequence.fail(self._its_own(e))
 

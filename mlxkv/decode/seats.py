@@ -139,7 +139,7 @@ class Seats:
         except MemoryFull as e:
             for slot, at in group.positions().items():
                 if at + 1 >= need:
-                    group.end(slot, Ended(group.rows[slot].sequence, error=e))
+                    group.end(slot, Ended(group.rows[slot].sequence, "cancelled", e))  # stored: asking again is cheap
 
     def _settle(self, group: Group) -> list[Ended]:
         """Settle a group; what those who ended had is free for what follows."""
@@ -194,9 +194,13 @@ class Seats:
         for group in [g for g in self.groups if not g.rows]:
             self.groups.remove(group)
             self._rt.memory.release(group)
-        if not self.groups:
+
+    def tidy(self) -> None:
+        """At the end of a turn: without groups nobody captures."""
+        if not self.groups and not self.pool.used:
             self.pool.forget()
             self._rt.memory.release(self.pool)
+        self.pool.check_integrity()
 
     # groups
 
