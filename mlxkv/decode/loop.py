@@ -7,7 +7,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -241,7 +241,7 @@ class Loop:
                 with self._changing():
                     self.seats.remove(sequence)
         except Exception as e:
-            self._fail(sequence, self._told(e))
+            self._lost(e, self._told(e), [sequence])
         self._release(sequence)
 
     def _admit(self) -> None:
@@ -254,7 +254,7 @@ class Loop:
             try:
                 self._begin(sequence)
             except Exception as e:
-                self._fail(sequence, self._told(e))
+                self._lost(e, self._told(e), [sequence])
 
     def _rows(self, sequence: Sequence, alone: bool) -> int:
         """Rows of the caches that its prompt is read into: with the answer's where it will decode on them."""
@@ -291,6 +291,8 @@ class Loop:
 
     def _restore(self) -> None:
         for sequence, restoring in list(self.restoring.items()):
+            if sequence not in self.restoring:
+                continue
             try:
                 if not restoring.advance():
                     continue
@@ -298,7 +300,7 @@ class Loop:
                 sequence.restore_s = time.monotonic() - sequence.restoring_since
                 self._begun(sequence, *restoring.finish())
             except Exception as e:
-                self._fail(sequence, self._told(e))
+                self._lost(e, self._told(e), [sequence])
 
     def _begun(self, sequence: Sequence, state: SequenceState, lookup: Lookup, plan: Plan) -> None:
         self._allotments[sequence].restored()
@@ -322,7 +324,7 @@ class Loop:
         try:
             tokens = prefill.chunk(most)
         except Exception as e:
-            self._fail(key, self._told(e))
+            self._lost(e, self._told(e), [key])
             return
         self.seats.steps.interrupt()  # what comes next has waited for the chunk: it is no measure of a step
         self._pace.chunk_took(tokens, position, time.monotonic() - started)
@@ -330,6 +332,8 @@ class Loop:
             self._place(key)
 
     def _place(self, sequence: Sequence) -> None:
+        if sequence not in self.prefills:  # lost with another
+            return
         if sequence.cancelled():  # within this turn: no step is made for it
             self._cancel(sequence)
             return
@@ -364,9 +368,7 @@ class Loop:
         except Exception as e:
             error, touched = self._told(e), list(self.seats.touched)
             self._tell_ended()
-            self._all_failed(touched, e, error)
-            for sequence in coming:
-                self._fail(sequence, error)
+            self._lost(e, error, coming, touched)
         else:
             self._tell_ended()
 
@@ -382,15 +384,20 @@ class Loop:
             except Exception as e:
                 end.sequence.fail(self._its_own(e))
 
-    def _all_failed(self, groups: list[Group], e: BaseException, error: BaseException) -> None:
-        """A change of ``groups`` failed, a step for one. On a GPU an error may surface later than the command that
-        caused it: nobody's state can be trusted then. On a CPU only the rows of these are concerned."""
-        lost = list(groups)
+    def _lost(
+        self,
+        e: BaseException,
+        error: BaseException,
+        sequences: Iterable[Sequence] = (),
+        groups: Iterable[Group] = (),
+    ) -> None:
+        """What was done for these failed with ``e``; they are told ``error``. On a GPU an error may surface later than
+        the command that caused it: nobody's state can be trusted then."""
         if self.rt.device != "cpu" and isinstance(e, RuntimeError):
-            lost = list(self.groups)
-            for sequence in [*self.restoring, *self.prefills]:
-                self._fail(sequence, error)
-        for group in lost:
+            sequences, groups = [*sequences, *self.restoring, *self.prefills], self.groups
+        for sequence in list(sequences):
+            self._fail(sequence, error)
+        for group in list(groups):
             for row in group.rows.values():
                 self._fail(row.sequence, error)
             self.seats.discard(group)
