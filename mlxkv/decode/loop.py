@@ -178,8 +178,8 @@ class Loop:
 
     def reset(self, error: BaseException) -> None:
         """Nothing that is here can be trusted: all that were taken in have failed. Who was not is still answered."""
-        self._tell_ended()
         lost = [*self.waiting, *self.restoring, *self.prefills, *self.seats.clear()]
+        self._tell_ended()
         for sequence in lost:
             try:
                 self._fail(sequence, error)
@@ -203,10 +203,10 @@ class Loop:
             try:
                 sequence = Sequence(self.rt, ticket)
                 self._refuse_what_never_fits(sequence)
+                self.rt.memory.charge("queue", sequence, TOKEN_BYTES * len(sequence.prompt.tokens))
             except BaseException as e:  # what is written in Rust may panic
                 ticket.fail(self._its_own(e))
                 continue
-            self.rt.memory.charge("queue", sequence, TOKEN_BYTES * len(sequence.prompt.tokens))
             self.waiting.append(sequence)
             if self.groups:
                 break
@@ -374,8 +374,8 @@ class Loop:
 
     def _tell_ended(self) -> None:
         for end in self.seats.ended():
-            self._release(end.sequence)
             try:
+                self._release(end.sequence)
                 if end.reason is not None:
                     end.sequence.finish(end.reason)
                 else:

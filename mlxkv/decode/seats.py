@@ -91,9 +91,9 @@ class Seats:
     def ended(self) -> list[Ended]:
         """Who has come to an end since this was last asked; to be asked after each call, also after one that
         raised."""
-        ended, self._ended[:], self.touched = list(self._ended), [], []
-        self._give_back(end.sequence for end in ended)
+        self._give_back(end.sequence for end in self._ended)
         self._drop_empty()
+        ended, self._ended[:], self.touched = list(self._ended), [], []
         return ended
 
     def place(self, sequence: Sequence, state: SequenceState, allotment: Allotment) -> None:

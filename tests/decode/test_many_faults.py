@@ -38,6 +38,7 @@ PLACES = [
     (Sequence, "accept"),
     (Seats, "regroup"),
     (Memory, "room"),
+    (Memory, "charge"),
     (Memory, "measure"),
 ]
 
