@@ -221,9 +221,7 @@ class Loop:
     def _leave(self) -> None:
         """Who no longer wants an answer goes, with all that was held for it. Rows notice at their next token."""
         for sequence in [s for s in self.waiting if s.cancelled()]:
-            self.waiting.remove(sequence)
-            self._release(sequence)
-            sequence.fail(EngineError("The request was cancelled before it started."))
+            self._fail(sequence, EngineError("The request was cancelled before it started."))
         for sequence in [s for s in (*self.restoring, *self.prefills) if s.cancelled()]:
             self._cancel(sequence)
 
@@ -404,14 +402,16 @@ class Loop:
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         restoring = self.restoring.pop(sequence, None)
-        if restoring is not None:
-            restoring.cancel()
         self.prefills.pop(sequence, None)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-        sequence.drop()
-        self._release(sequence)
-        sequence.fail(error)
+        try:
+            if restoring is not None:
+                restoring.cancel()
+            sequence.drop()
+            self._release(sequence)
+        finally:  # it is in no book any more: nobody else would tell it
+            sequence.fail(error)
 
     def _release(self, sequence: Sequence) -> None:
         self._allotments.pop(sequence, None)

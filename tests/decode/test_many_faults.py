@@ -39,6 +39,7 @@ PLACES = [
     (Seats, "regroup"),
     (Memory, "room"),
     (Memory, "charge"),
+    (Memory, "release"),
     (Memory, "measure"),
 ]
 
