@@ -168,6 +168,8 @@ class Loop:
         self.waiting.clear()
         for sequence in self.sequences:
             self._cancel(sequence)
+        if self.active:  # what could not be taken out in order
+            self.reset(EngineClosed("The engine was closed before this request was answered."))
 
     def give_up(self, error: BaseException) -> None:
         """The device cannot be trusted: nobody is answered."""

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 
 from mlxkv.cache.batch import Batch
-from mlxkv.decode import group as group_module
 from mlxkv.decode.batched import Batched
 from mlxkv.decode.group import Group
 from mlxkv.decode.grouping import Divide, Grouping
+from mlxkv.decode.loop import Loop
 from mlxkv.decode.memory import Memory
 from mlxkv.decode.prefill import Prefill
 from mlxkv.decode.request import Finished
@@ -87,10 +87,10 @@ def right(alone, plan, outcomes, *, may_fail=False):
             assert wrong_with(planned, got, alone(planned.request)) == [], number
 
 
-@pytest.mark.parametrize("at", [1, 3])
-def test_whatever_call_fails_everybody_ends(model, alone, tmp_path, at):
+def test_whatever_call_fails_everybody_ends(model, alone, tmp_path):
     with load(model, tmp_path, max_rows=5) as engine:
-        for owner, name in PLACES:
+        for number, (owner, name) in enumerate(PLACES):
+            at = 1 + number % 3
             plan = company(0)
             with failing(owner, name, at, ValueError(f"{name} failed")) as calls:
                 outcomes = drive(engine, plan)
@@ -169,12 +169,11 @@ def test_a_panic_is_one_requests_own(model, alone, tmp_path):
 
     plan = company(0)
     with load(model, tmp_path) as engine:
-        for owner in (Sequence, group_module.Sequence):
-            for error in (Panic("byte index is not a character"), RuntimeError("its own")):
-                with failing(owner, "accept", 7, error):
-                    outcomes = drive(engine, plan)
-                assert sum(o.error is not None for o in outcomes) == 1
-                right(alone, plan, outcomes, may_fail=True)
+        for error in (Panic("byte index is not a character"), RuntimeError("its own"), RuntimeError("again")):
+            with failing(Sequence, "accept", 7, error):
+                outcomes = drive(engine, plan)
+            assert sum(o.error is not None for o in outcomes) == 1
+            right(alone, plan, outcomes, may_fail=True)
         with failing(Sequence, "_prompt", 2, Panic("a tokenizer")):
             outcomes = drive(engine, plan)
         assert sum(o.error is not None for o in outcomes) == 1
@@ -275,3 +274,17 @@ def test_a_change_without_room_is_not_tried_at_each_step(model, alone, tmp_path)
     ):
         right(alone, plan, drive(engine, plan))
         assert 0 < len(tried) < 20  # of more than 60 steps
+
+
+def test_closing_ends_everybody_whatever_fails(model, tmp_path):
+    for owner, name in ((Seats, "remove"), (Group, "settle"), (Loop, "close"), (Sequence, "keep")):
+        with load(model, tmp_path) as engine:
+            crowd = Crowd(engine)
+            for n in range(3):
+                crowd.submit(n, ask(tiny.ids(5 + n, n), 2000))
+            crowd.until(lambda crowd=crowd: all(crowd.reached(n, 3) for n in range(3)))
+            with failing(owner, name, 1, RuntimeError("not now")):
+                engine.close()
+            outcomes = crowd.finish()
+            assert all(o.error is None or isinstance(o.error, EngineError) for o in outcomes.values())
+            assert not settled(engine, 2.0), name
