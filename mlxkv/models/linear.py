@@ -5,9 +5,10 @@ One row of a small layer goes the other way round: MLX computes ``x Wᵀ`` as a 
 is 4 times slower this way.
 
 A large W is cut into pieces that OpenBLAS multiplies unpacked, on processors for which it has such kernels
-(``numerics.unpacked_products``): at most 10^6 multiplications and 1,200 results (kernel/x86_64/sgemm_small_kernel_permit_
-skylakex.c). One thread is then faster than two that pack: 1 to 8 rows of 1024 x 1024 in 0.09 to 0.21 ms against 0.4 to
-0.8, of a head of 49152 x 576 in 9 to 14 ms against 18 to 23; where W has less than 2^20 elements, it is not.
+(``numerics.unpacked_products``): at most 10^6 multiplications and 1,200 results (OpenBLAS's
+sgemm_small_kernel_permit_skylakex.c). One thread is then faster than two that pack: 1 to 8 rows of 1024 x 1024 in 0.09
+to 0.21 ms against 0.4 to 0.8, of a head of 49152 x 576 in 9 to 14 ms against 18 to 23; where W has less than 2^20
+elements, it is not.
 """
 
 from __future__ import annotations
