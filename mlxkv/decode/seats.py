@@ -123,6 +123,12 @@ class Seats:
         self._released(ended)
         return ended
 
+    def settle(self, group: Group) -> list[Ended]:
+        """Read the tokens of its last step, and submit nothing; who ended."""
+        ended = group.settle()
+        self._released(ended)
+        return ended
+
     def discard(self, group: Group) -> list[Sequence]:
         """A step of this group failed: it is gone, with its rows, which are given back."""
         lost = [row.sequence for row in group.rows.values()]
