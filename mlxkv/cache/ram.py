@@ -74,7 +74,7 @@ class Ram:
         self._recent: OrderedDict[tuple[bytes, str], int] = OrderedDict()  # -> bytes, least recently used first
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}  # parent -> sorted (packed tokens, key)
         self._answers: dict[bytes, bytes] = {}
-        self._bytes = 0
+        self._bytes = self._pinned = 0
         self._lock = threading.Lock()
 
     @property
@@ -94,9 +94,9 @@ class Ram:
 
     @property
     def pinned(self) -> int:
-        """Bytes held that cannot leave yet, whatever the budget."""
-        with self._lock:
-            return sum(size for (key, _), size in self._recent.items() if self._held[key].pins)
+        """Bytes held that cannot leave yet, whatever the budget. Counted, since it is asked for every request that
+        waits, however much is held."""
+        return self._pinned
 
     def resize(self, budget: int) -> None:
         """Another budget, from now on; what is over it leaves."""
@@ -124,6 +124,7 @@ class Ram:
                     return
                 insort(self._children.setdefault(draft.meta.parent, []), (pack(draft.meta.tokens), key))
             held = self._held.setdefault(key, _Held())
+            self._pinned -= self._pinned_of(key)
             held.pins += pin
             held.metas.setdefault("", replace(draft.meta, kind=""))
             for kind, body in draft.bodies.items():
@@ -133,6 +134,7 @@ class Ram:
                 size = body.nbytes + _TOKEN_BYTES * len(draft.meta.tokens)
                 self._recent[key, kind] = size
                 self._bytes += size
+            self._pinned += self._pinned_of(key)
             if draft.answer is not None:
                 held.answers[draft.answer[0]] = draft.answer
                 self._answers[draft.answer[0]] = key
@@ -145,7 +147,9 @@ class Ram:
             for key in keys:
                 held = self._held.get(key)
                 if held is not None and held.pins:
+                    self._pinned -= self._pinned_of(key)
                     held.pins -= 1
+                    self._pinned += self._pinned_of(key)
                     self._forget_if_empty(key)
             gone = self._shrink()
         self._tell(gone)
@@ -226,8 +230,14 @@ class Ram:
         if held is None or kind not in held.bodies:
             return
         del held.bodies[kind], held.metas[kind]
-        self._bytes -= self._recent.pop((key, kind))
+        size = self._recent.pop((key, kind))
+        self._bytes -= size
+        self._pinned -= size if held.pins else 0
         self._forget_if_empty(key)
+
+    def _pinned_of(self, key: bytes) -> int:
+        held = self._held[key]
+        return sum(self._recent[key, kind] for kind in held.bodies) if held.pins else 0
 
     def _forget_if_empty(self, key: bytes) -> None:
         held = self._held[key]

@@ -180,12 +180,13 @@ def stats_line(completion: Completion) -> str:
     why = [cache.source] if cache.source != "none" else []
     if cache.miss_reason:
         why.append(cache.miss_reason + (f" from {cache.miss_position:,}" if cache.miss_position is not None else ""))
-    parts = [
-        f"{timings.decode_tps:.1f} tok/s",
+    parts = [f"{timings.decode_tps:.1f} tok/s"] if usage.completion_tokens > 1 else []  # one token has no speed
+    parts += [
         f"{usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} answer tokens",
         f"{usage.cached_tokens:,} cached" + (f" ({'; '.join(why)})" if why else ""),
-        f"first token after {timings.ttft_s:.2f} s",
     ]
+    if usage.completion_tokens:
+        parts.append(f"first token after {timings.ttft_s:.2f} s")
     if completion.finish_reason == "length":
         parts.append("stopped at the token limit")
     elif completion.finish_reason == "cancelled":

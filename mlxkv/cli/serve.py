@@ -83,6 +83,7 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
             server = Server(
                 uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE + 6, server_header=False)
             )
+            engine.warm_up()
             _say_where(settings, listener, engine.info)
             if not stopped:
                 try:

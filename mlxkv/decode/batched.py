@@ -38,7 +38,7 @@ class Batched:
                 into = self._pool.take(self._owner(slot))
                 if into is not None:
                     now[slot] = into, position
-        track = Track.of(self.slots, self._pool.dummy, now)
+        track = Track.of(self.slots, self._pool.dummy, now) if now else None
         try:
             logits = self._steps.run(self.batch, inputs, track, self._pool)
         except BaseException:

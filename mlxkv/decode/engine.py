@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar
 from .. import numerics
 from ..errors import DeviceError, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
 from .options import EngineInfo, Options
-from .request import Request
+from .request import Request, SamplingParams
+from .reservation import warm_up
 from .status import Status
 from .threads import join_fully, leave_device
 from .ticket import Ticket
@@ -27,6 +28,8 @@ log = logging.getLogger("mlxkv.engine")
 FAILURE_WINDOW = 60.0
 #: seconds between two looks at the memory while nothing is to be done
 IDLE_S = 1.0
+#: tokens of a warm-up's longer prompt
+WARM_TOKENS = 32
 
 
 T = TypeVar("T")
@@ -189,12 +192,24 @@ class Engine:
                 raise EngineClosed("The engine is closed.")
             if not self._thread.is_alive():  # after a fork, for one
                 raise EngineClosed("The engine's thread does not run in this process.", "Start an engine here.")
-            waiting = len(self._queue) + self._status.waiting
+            waiting = len(self._queue) + self._status.queued + self._status.waiting
             if waiting >= self._max_queue:
                 raise QueueFull(f"{waiting} requests wait already.", "Try again later.")
             self._queue.append(ticket)
             self._wake.notify_all()
         return ticket
+
+    def warm_up(self) -> None:
+        """Have short requests of no meaning answered together, of which nothing is looked up or stored: the first real
+        ones find kernels built, the model asked whether its rows can share a batch, and chunks and steps timed. Other
+        shapes are met, and traced where steps are compiled, when a request is admitted. Raises EngineError."""
+        plan = warm_up()
+        rows = plan.requests(self._options.max_rows, WARM_TOKENS, 3, 1)
+        for tokens in (WARM_TOKENS, plan.prompt):  # a chunk, and then a mixed run
+            sampling = SamplingParams(max_tokens=plan.steps)
+            asked = [Request(tokens=[0] * tokens, sampling=sampling, use_cache=False) for _ in range(rows)]
+            for ticket in [self.submit(request) for request in asked]:
+                ticket.result()
 
     def health(self) -> Health:
         with self._wake:
@@ -248,6 +263,7 @@ class Engine:
 
             runtime, self.info = open_runtime(self._options)
             self.tokenizer = runtime.tokenizer
+            self._status = Status(memory=runtime.memory.ledger())  # there before anybody can ask
         except BaseException as e:
             if isinstance(e, MlxkvError):
                 self._load_error = e
@@ -296,17 +312,26 @@ class Engine:
                     break
                 loop.tickets.extend(self._queue)
                 self._queue.clear()
+                self._status = replace(self._status, queued=len(loop.tickets))
                 questions, self._asked = list(self._asked), deque()
-            for question in questions:
-                question.ask(loop)
+            while questions:
+                questions.pop(0).ask(loop)
             with self._watchdog.turn():
-                loop.turn()
+                try:
+                    loop.turn()
+                except BaseException as e:  # nobody is left waiting, whatever it was
+                    loop.reset(self._failed(e))
             if self._broken is not None:
                 self._give_up(loop)
+                publish()
                 return
             publish()
         with self._watchdog.turn():
-            loop.close()
+            try:
+                loop.close()
+            except BaseException as e:
+                log.exception("the engine was closed, but not in order")
+                loop.give_up(EngineClosed(f"The engine was closed: {type(e).__name__}: {e}."))
         publish()
 
     def _failed(self, e: BaseException) -> EngineError:

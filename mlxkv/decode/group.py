@@ -94,9 +94,12 @@ class Group:
     """``rows`` by slot. After a step the tokens that it samples are in flight; once ``settle`` has read them, rows may
     come and go."""
 
-    def __init__(self, executor: Executor, early: int = 0) -> None:
-        """``early``: bytes of live state up to which a step is submitted before the last one's tokens are read."""
+    def __init__(self, executor: Executor, early: int = 0, ended: list[Ended] | None = None) -> None:
+        """``early``: bytes of live state up to which a step is submitted before the last one's tokens are read.
+        ``ended`` is told of all who leave at their end, at once: what fails afterwards in the same step is not
+        theirs."""
         self.executor, self._early = executor, early
+        self._ended = ended if ended is not None else []
         self.rows: dict[int, Row] = {}
         self._sampled: Sampled | None = None
         #: steps made since its rows or slots last changed
@@ -135,8 +138,10 @@ class Group:
         """Read the tokens in flight and submit nothing; who ended."""
         self._remember()
         said, ended = self._read()
-        self._close(ended)
-        self._say(said)
+        try:
+            self._close(ended)
+        finally:
+            self._say(said)
         return list(ended.values())
 
     def step(self) -> list[Ended]:
@@ -151,17 +156,19 @@ class Group:
             if self._submits_early():
                 following = self._submit(ahead)
         said, ended = self._read()
-        if ended:
-            if held is not None:
-                run.put_back(held)  # step t+1 never was: drop its graph
-            held = ahead = following = None
-            self._close(ended)
-        held = None
-        if self.rows:
-            if following is None:
-                following = self._submit(ahead if ahead is not None else self._forward(self._inputs()))
-            self._sampled = following
-        self._say(said)
+        try:
+            if ended:
+                if held is not None:
+                    run.put_back(held)  # step t+1 never was: drop its graph
+                held = ahead = following = None
+                self._close(ended)
+            held = None
+            if self.rows:
+                if following is None:
+                    following = self._submit(ahead if ahead is not None else self._forward(self._inputs()))
+                self._sampled = following
+        finally:  # who came to an end just now has it, whatever happened to the others
+            self._say(said)
         self.rested += 1
         return list(ended.values())
 
@@ -187,7 +194,7 @@ class Group:
             token, logprob = read[slot]
             try:
                 piece, reason = sequence.accept(token, logprob)
-            except Exception as e:  # this sequence's own: its tokenizer, its grammar
+            except BaseException as e:  # this sequence's own: its tokenizer, its grammar; in Rust some panic
                 ended[slot] = Ended(sequence, error=e)
                 continue
             said.append((sequence, piece, token, logprob))
@@ -254,4 +261,5 @@ class Group:
                 end.sequence.keep(self.executor.row(slot), end.reason)
             else:
                 end.sequence.drop()
+            self._ended.append(end)
             self.leave(slot)

@@ -7,7 +7,8 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from ..cache.restoring import Restoring
 from ..cache.state import SequenceState
 from ..errors import EngineClosed, EngineError, MlxkvError
 from .batched import Batched
-from .group import Ended, Group
+from .group import Group
 from .memory import TOKEN_BYTES, Memory
 from .options import Options
 from .pace import Ladder, Pace
@@ -141,6 +142,17 @@ class Loop:
             self.rt.memory.measure()
         if not (self.prefills or self.groups):
             self._wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Whose turn it was is of no use where there is nobody; and what is remembered by names keeps those alive, with
+        all their caches."""
+        if not self.groups:
+            self._rounds = Rounds()
+        if not self.prefills:
+            self._turns = Turns()
+        if not self.waiting:
+            self._admission = Admission()
 
     def _wait(self) -> None:
         """Nothing can be computed now: records are read, or a request waits for the system to have memory."""
@@ -163,11 +175,25 @@ class Loop:
 
     def give_up(self, error: BaseException) -> None:
         """The device cannot be trusted: nobody is answered."""
-        for sequence in [*self.sequences, *self.waiting]:
-            self._fail(sequence, error)
+        self.reset(error)
         for ticket in self.tickets:
             ticket.fail(error)
         self.tickets.clear()
+
+    def reset(self, error: BaseException) -> None:
+        """Nothing that is here can be trusted: all that were taken in have failed. Who was not is still answered."""
+        self._tell_ended()
+        lost = [*self.waiting, *self.restoring, *self.prefills, *self.seats.clear()]
+        for sequence in lost:
+            try:
+                self._fail(sequence, error)
+            except Exception:
+                log.exception("a failed request left something behind")
+                self._release(sequence)
+                sequence.fail(error)
+        for books in (self.waiting, self.restoring, self.prefills, self._allotments):
+            books.clear()
+        self._forget()
 
     # requests
 
@@ -181,8 +207,8 @@ class Loop:
             try:
                 sequence = Sequence(self.rt, ticket)
                 self._refuse_what_never_fits(sequence)
-            except Exception as e:
-                ticket.fail(self._told(e))
+            except BaseException as e:  # what is written in Rust may panic
+                ticket.fail(self._its_own(e))
                 continue
             self.rt.memory.charge("queue", sequence, TOKEN_BYTES * len(sequence.prompt.tokens))
             self.waiting.append(sequence)
@@ -216,7 +242,8 @@ class Loop:
                 sequence.keep(prefill.state, "cancelled")
                 sequence.finish("cancelled")
             else:
-                self._ended(self.seats.remove(sequence))
+                with self._changing():
+                    self.seats.remove(sequence)
         except Exception as e:
             self._fail(sequence, self._told(e))
         self._release(sequence)
@@ -301,32 +328,29 @@ class Loop:
         except Exception as e:
             self._fail(key, self._told(e))
             return
+        self.seats.steps.interrupt()  # what comes next has waited for the chunk: it is no measure of a step
         self._pace.chunk_took(tokens, position, time.monotonic() - started)
         if prefill.remaining == 0:
             self._place(key)
 
     def _place(self, sequence: Sequence) -> None:
+        if sequence.cancelled():  # within this turn: no step is made for it
+            self._cancel(sequence)
+            return
         prefill = self.prefills.pop(sequence)
         self._admitted = True
-        try:
-            self._ended(self.seats.place(sequence, prefill.state, self._allotments.pop(sequence)))
-        except Exception as e:
-            self._fail(sequence, self._told(e))
+        with self._changing(sequence):
+            self.seats.place(sequence, prefill.state, self._allotments.pop(sequence))
 
     def _regroup(self) -> None:
-        try:
-            self._ended(self.seats.regroup(self._admitted))
+        with self._changing():
+            self.seats.regroup(self._admitted)
             self._admitted = False
-        except Exception as e:
-            self._all_failed(self.groups, e)
 
     def _step(self, group: Group) -> None:
         started = time.monotonic()
-        try:
-            self._ended(self.seats.step(group))
-        except Exception as e:
-            self._all_failed([group], e)
-            return
+        with self._changing():
+            self.seats.step(group)
         seconds = time.monotonic() - started
         self._steps += 1
         self._step_s += seconds
@@ -335,36 +359,52 @@ class Loop:
 
     def _greet(self) -> None:
         """First tokens are read at once: they would wait for the next chunk of another's prompt."""
-        for group in self.groups:
+        for group in list(self.groups):
             if any(not row.sequence.sampled for row in group.rows.values()):
-                try:
-                    self._ended(self.seats.settle(group))
-                except Exception as e:
-                    self._all_failed([group], e)
+                with self._changing():
+                    self.seats.settle(group)
 
     # ends
 
-    def _ended(self, ended: list[Ended]) -> None:
-        for end in ended:
-            self._release(end.sequence)
-            if end.reason is not None:
-                end.sequence.finish(end.reason)
-            else:
-                assert end.error is not None
-                end.sequence.fail(self._told(end.error))
+    @contextmanager
+    def _changing(self, *coming: Sequence) -> Iterator[None]:
+        """Groups are changed in the block. Who came to an end is told so, whatever else fails; if it raises, the rows
+        of those groups have failed, and who was ``coming``."""
+        try:
+            yield
+        except Exception as e:
+            error, touched = self._told(e), list(self.seats.touched)
+            self._tell_ended()
+            self._all_failed(touched, e, error)
+            for sequence in coming:
+                self._fail(sequence, error)
+        else:
+            self._tell_ended()
 
-    def _all_failed(self, groups: list[Group], e: BaseException) -> None:
-        """A step failed. On a GPU an error may surface later than the command that caused it: nobody's state can be
-        trusted then. On a CPU only the rows of that step are concerned."""
-        error = self._told(e)
+    def _tell_ended(self) -> None:
+        for end in self.seats.ended():
+            self._release(end.sequence)
+            try:
+                if end.reason is not None:
+                    end.sequence.finish(end.reason)
+                else:
+                    assert end.error is not None
+                    end.sequence.fail(self._its_own(end.error))
+            except Exception as e:
+                end.sequence.fail(self._its_own(e))
+
+    def _all_failed(self, groups: list[Group], e: BaseException, error: BaseException) -> None:
+        """A change of ``groups`` failed, a step for one. On a GPU an error may surface later than the command that
+        caused it: nobody's state can be trusted then. On a CPU only the rows of these are concerned."""
         lost = list(groups)
         if self.rt.device != "cpu" and isinstance(e, RuntimeError):
             lost = list(self.groups)
             for sequence in [*self.restoring, *self.prefills]:
                 self._fail(sequence, error)
         for group in lost:
-            for sequence in self.seats.discard(group):
-                self._fail(sequence, error)
+            for row in group.rows.values():
+                self._fail(row.sequence, error)
+            self.seats.discard(group)
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         restoring = self.restoring.pop(sequence, None)
@@ -385,3 +425,14 @@ class Loop:
         """What a request is told of an error."""
         traceback.clear_frames(e.__traceback__)  # they hold the request's state, and callers keep errors
         return e if isinstance(e, MlxkvError) else self._failed(e)
+
+    def _its_own(self, e: BaseException) -> BaseException:
+        """What a request is told of an error in what is done for it alone, on the host: the device is not to blame,
+        however often that happens."""
+        traceback.clear_frames(e.__traceback__)
+        if isinstance(e, MlxkvError):
+            return e
+        log.error("a request failed", exc_info=e)
+        error = EngineError(f"The request failed: {type(e).__name__}: {e}.", "The engine goes on.")
+        error.__cause__ = e
+        return error

@@ -4,7 +4,7 @@ once a move and paid for in the memory ledger first."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -39,6 +39,10 @@ class Seats:
         self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None and rt.store is not None else Pool([], 0)
         self._grouping = Grouping(max_rows)
         self._alone: dict[Sequence, Allotment] = {}
+        self._ended: list[Ended] = []
+        #: the groups that the latest call changed, until ``ended`` is asked: where it failed, their rows' states cannot
+        #: be trusted
+        self.touched: list[Group] = []
         #: why rows take turns instead of sharing a batch
         self.obstacle: str | None = None if rt.live is not None else "its state has no known layout"
         self._asked = False
@@ -82,55 +86,74 @@ class Seats:
 
     # coming and going
 
-    def place(self, sequence: Sequence, state: SequenceState, allotment: Allotment) -> list[Ended]:
-        """A sequence whose prompt was read joins a group, or begins one; who ended meanwhile. On return the sequence
-        decodes."""
-        ended: list[Ended] = []
+    def ended(self) -> list[Ended]:
+        """Who has come to an end since this was last asked; to be asked after each call, also after one that
+        raised."""
+        ended, self._ended[:], self.touched = list(self._ended), [], []
+        self._give_back(end.sequence for end in ended)
+        self._drop_empty()
+        return ended
+
+    def place(self, sequence: Sequence, state: SequenceState, allotment: Allotment) -> None:
+        """A sequence whose prompt was read joins a group, or begins one. On return the sequence decodes."""
+        self.touched = []
         row = Row(sequence, state.position)
         decision = self._grouping.place(grouping.Row(sequence, state.position), self._shown())
         if decision is not None and self._together():
             group: Group = decision.group  # type: ignore[assignment]
+            self.touched = [group]
+            self._settle(group)
             try:
-                ended += group.settle()
                 if group.rows:
                     self._join(group, row, state, decision.slots)
                     allotment.give_back()
-                    self._released(ended)
-                    return ended
+                    return
             except (BatchError, MemoryFull) as e:  # not yet, or not here
                 log.debug("a row decodes by itself: %s", e)
         self._seat_alone(row, state, allotment)
-        self._released(ended)
-        return ended
 
     def _seat_alone(self, row: Row, state: SequenceState, allotment: Allotment) -> None:
-        group = Group(Solo(self._rt.model, state, allotment.need), self._rt.async_kv_limit)
+        group = Group(Solo(self._rt.model, state, allotment.need), self._rt.async_kv_limit, self._ended)
+        self.touched.append(group)
         self._alone[row.sequence] = allotment
         group.add(0, row)
         self.groups.append(group)
 
-    def step(self, group: Group) -> list[Ended]:
-        """One step of a group; who ended. If it raises, the group's rows have failed: call ``discard``."""
-        ended: list[Ended] = []
+    def step(self, group: Group) -> None:
+        """One step of a group. If it raises, the group's rows have failed: call ``discard``."""
+        self.touched = [group]
         if isinstance(group.executor, Batched):
-            need = max(group.positions().values()) + 1
-            if need > group.executor.batch.capacity:
-                ended += group.settle()
-                if group.rows:
-                    self._resize(group, group.executor.slots, need)
+            capacity = group.executor.batch.capacity
+            if max(group.positions().values()) >= capacity:
+                self._settle(group)
+                self._lengthen(group, capacity + 1)
         if group.rows:
-            ended += group.step()
-        self._released(ended)
-        return ended
+            group.step()
 
-    def settle(self, group: Group) -> list[Ended]:
-        """Read the tokens of its last step, and submit nothing; who ended."""
+    def _lengthen(self, group: Group, need: int) -> None:
+        """Room for ``need`` rows; where there is none, those who need them have failed, and the others go on."""
+        if not any(at + 1 >= need for at in group.positions().values()):
+            return
+        try:
+            self._resize(group, group.executor.slots, need)
+        except MemoryFull as e:
+            for slot, at in group.positions().items():
+                if at + 1 >= need:
+                    group.end(slot, Ended(group.rows[slot].sequence, error=e))
+
+    def _settle(self, group: Group) -> list[Ended]:
+        """Settle a group; what those who ended had is free for what follows."""
         ended = group.settle()
-        self._released(ended)
+        self._give_back(end.sequence for end in ended)
         return ended
 
-    def discard(self, group: Group) -> list[Sequence]:
-        """A step of this group failed: it is gone, with its rows, which are given back."""
+    def settle(self, group: Group) -> None:
+        """Read the tokens of its last step, and submit nothing."""
+        self.touched = [group]
+        self._settle(group)
+
+    def discard(self, group: Group) -> None:
+        """A step of this group failed: it is gone, with its rows."""
         lost = [row.sequence for row in group.rows.values()]
         for slot in list(group.rows):
             group.leave(slot)
@@ -139,29 +162,38 @@ class Seats:
                 if isinstance(other.executor, Batched):
                     other.executor.forget()
             self.pool.forget()
-        self._released([Ended(sequence) for sequence in lost])
+        self._give_back(lost)
+        self._drop_empty()
+
+    def clear(self) -> list[Sequence]:
+        """Nobody decodes any more, and nothing of what was there is looked at again; who that was."""
+        lost = list(self.sequences())
+        for group in self.groups:
+            self._rt.memory.release(group)
+        self._rt.memory.release(self.pool)
+        self._give_back(lost)
+        self.groups.clear()
+        self.pool = Pool(self.pool.specs, self.pool.slots)
         return lost
 
-    def remove(self, sequence: Sequence) -> list[Ended]:
-        """Take a sequence out between steps, as cancelled; all who ended."""
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out between steps, as cancelled."""
+        self.touched = []
         for group in self.groups:
             slot = next((s for s, row in group.rows.items() if row.sequence is sequence), None)
             if slot is not None:
-                ended = group.settle()
+                self.touched = [group]
+                group.settle()
                 if slot in group.rows:  # it has not come to its end just now
-                    end = Ended(sequence, "cancelled")
-                    group.end(slot, end)
-                    ended.append(end)
-                self._released(ended)
-                return ended
-        return []
+                    group.end(slot, Ended(sequence, "cancelled"))
+                return
 
-    def _released(self, ended: list[Ended]) -> None:
-        for end in ended:
-            allotment = self._alone.pop(end.sequence, None)
+    def _give_back(self, sequences: Iterable[Sequence]) -> None:
+        """Their solo caches are no longer needed."""
+        for sequence in sequences:
+            allotment = self._alone.pop(sequence, None)
             if allotment is not None:
                 allotment.give_back()
-        self._drop_empty()
 
     def _drop_empty(self) -> None:
         for group in [g for g in self.groups if not g.rows]:
@@ -173,18 +205,18 @@ class Seats:
 
     # groups
 
-    def regroup(self, admitted: bool) -> list[Ended]:
-        """The one change that is due, if any; who ended meanwhile. ``admitted``: somebody has just joined or begun to
-        decode. Steps are traced only then, so that at other times a group takes only shapes that are known."""
+    def regroup(self, admitted: bool) -> None:
+        """The one change that is due, if any. ``admitted``: somebody has just joined or begun to decode. Steps are
+        traced only then, so that at other times a group takes only shapes that are known."""
+        self.touched = []
         decision = self._grouping.regroup(self._shown())
         if decision is None or not self._together() or not (admitted or self._known(decision)):
-            return []
+            return
         group: Group = decision.group  # type: ignore[assignment]
         others: list[Group] = [decision.other] if isinstance(decision, Unite) else []  # type: ignore[list-item]
-        ended = [end for g in (group, *others) for end in g.settle()]
-        if ended:  # it is another picture now
-            self._released(ended)
-            return ended
+        self.touched = [group, *others]
+        if [end for g in (group, *others) for end in self._settle(g)]:  # it is another picture now
+            return
         try:
             if isinstance(decision, Resize):
                 if isinstance(group.executor, Batched):
@@ -198,7 +230,6 @@ class Seats:
         for g in (group, *others):
             g.rested = 0
         self._drop_empty()
-        return []
 
     def _known(self, decision: Resize | Divide | Unite) -> bool:
         batch = decision.group.batch
@@ -210,7 +241,7 @@ class Seats:
             row, state = other.rows[slot], self._state(other, slot)
             self._join(group, row, state, slots)
             other.leave(slot)
-            self._given_up(row.sequence)
+            self._give_back([row.sequence])
 
     def _divide(self, group: Group, decision: Divide) -> None:
         slots = {row.sequence: slot for slot, row in group.rows.items()}
@@ -220,8 +251,9 @@ class Seats:
                 slot = slots[key]  # type: ignore[index]
                 row, state = group.rows[slot], self._state(group, slot)
                 if apart is None:
-                    allotment = Allotment(self._rt, row.sequence, reserve(self._rows_for(row.sequence, state.position)))
-                    self._seat_alone(row, state, allotment)
+                    rows = reserve(self._rows_for(row.sequence, state.position))
+                    fits(self._rt.memory, row.sequence, self._rt.memory.sequence_bytes(rows, self._rt.chunk), rows)
+                    self._seat_alone(row, state, Allotment(self._rt, row.sequence, rows))
                     apart = self.groups[-1]
                 else:
                     self._join(apart, row, state, grouping.bucket(len(part)))
@@ -276,7 +308,7 @@ class Seats:
             mx.eval(batch.live())
         group.executor = batched = Batched(batch, self.steps, self.pool)
         group.renumber({0: 0})
-        self._given_up(row.sequence)
+        self._give_back([row.sequence])
         return batched
 
     def _resize(self, group: Group, slots: int, need: int) -> None:
@@ -320,9 +352,3 @@ class Seats:
 
     def _capacity(self, rows: int) -> int:
         return ladder(rows, self._rt.context_length)
-
-    def _given_up(self, sequence: Sequence) -> None:
-        """Its solo caches are no longer needed."""
-        allotment = self._alone.pop(sequence, None)
-        if allotment is not None:
-            allotment.give_back()

@@ -51,6 +51,9 @@ def test_numbers():
     ]
     whole = completion(cache=CacheReport("ram", None, None, 0), finish_reason="length")
     assert "900 cached (ram) ·" in stats_line(whole) and stats_line(whole).endswith("token limit")
+    # given up while the prompt was read: nothing came first, at no speed
+    none = stats_line(completion(usage=Usage(1000, 0, 900), finish_reason="cancelled", token_ids=[]))
+    assert none == "1,000 prompt + 0 answer tokens · 900 cached (ssd; no_state from 900) · cancelled"
 
 
 @pytest.mark.parametrize(

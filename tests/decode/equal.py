@@ -81,7 +81,7 @@ def measure(
         try:
             asked = Stories(rng, alone, *((short, 0) if short else ())).take(requests)
             for cache_dir in (None, folder / "many"):
-                plan = schedule(rng, asked, cancelled=0.25)
+                plan = schedule(rng, asked, cancelled=0.4)
                 with load(model, cache_dir, **options) as engine:
                     outcomes = drive(engine, plan)
                 where = "without a store" if cache_dir is None else "with a store"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlxkv.decode.request import Completion, Request, SamplingParams
+from mlxkv.decode.request import Completion, Grammar, Request, SamplingParams
 from tests import tiny
 
 #: token ids that a bias may name: none of them special
@@ -28,15 +28,14 @@ class Stories:
         self.pool: list[list[int]] = []
 
     def take(self, n: int) -> list[Request]:
-        """The first ``len(WAYS)`` sample in as many ways, the others as it comes."""
+        """The first ``len(WAYS)`` sample in as many ways, the others as it comes; the first four are longer."""
         ways = [*WAYS, *(self.rng.choice(list(WAYS)) for _ in range(n))][:n]
-        return [self.one(way) for way in ways]
+        return [self.one(way, (12, 20, 30) if number < 4 else (1, 2, 7, 20)) for number, way in enumerate(ways)]
 
-    def one(self, way: str) -> Request:
+    def one(self, way: str, lengths: Sequence[int]) -> Request:
         rng = self.rng
         tokens = self.prompt()
-        plain = {"max_tokens": rng.choice((1, 2, 7, 12, 20, 30))}
-        sampling = plain | WAYS[way](rng)
+        sampling: dict[str, Any] = {"max_tokens": rng.choice(lengths)} | WAYS[way](rng)
         grammar = sampling.pop("grammar", None)
         if rng.random() < 0.5:
             sampling |= {"logprobs": True, "top_logprobs": rng.choice((0, 3))}
@@ -66,10 +65,10 @@ class Stories:
 
 
 #: small enough to be met or left unmet within an answer
-GRAMMARS: tuple[dict[str, Any], ...] = (
-    {"regex": "[a-z]{2,9}( [a-z]{2,9})*"},
-    {"json_object": True},
-    {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+GRAMMARS = (
+    Grammar("regex", "[a-z]{2,9}( [a-z]{2,9})*"),
+    Grammar("json_object"),
+    Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'),
 )
 
 

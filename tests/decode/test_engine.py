@@ -16,6 +16,7 @@ from mlxkv.decode import runtime as runtime_module
 from mlxkv.decode.request import Delta, Finished, Progress, Request, SamplingParams, Started
 from mlxkv.errors import DeviceError, EngineClosed, EngineError, PromptTooLong, QueueFull, RequestError
 from tests import tiny
+from tests.decode.many import Crowd, settled
 
 
 @pytest.fixture
@@ -26,6 +27,11 @@ def engine(tiny_model, tmp_path):
 
 def request(n=20, seed=0, **sampling):
     return Request(tokens=tiny.ids(n, seed), sampling=SamplingParams(**{"max_tokens": 8, **sampling}))
+
+
+def test_the_ledger_is_there_before_the_first_request(engine):
+    status = engine.status()
+    assert status.memory["weights"] > 0 and status.active == 0
 
 
 def test_events_come_in_order_and_join_to_the_text(engine):
@@ -41,16 +47,13 @@ def test_events_come_in_order_and_join_to_the_text(engine):
     assert completion.finish_reason == "length" and len(completion.token_ids) == 8
 
 
-def test_requests_are_answered_in_order(engine):
-    done = []
-    tickets = [engine.submit(request(30, seed=i, max_tokens=5)) for i in range(5)]
-    threads = [threading.Thread(target=lambda i=i, t=t: (t.result(), done.append(i))) for i, t in enumerate(tickets)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert done == sorted(done)
-    assert engine.health().ok and engine.health().active + engine.health().queued == 0
+def test_requests_that_are_alike_are_answered_in_order(engine):
+    crowd = Crowd(engine)
+    for number in range(5):
+        crowd.submit(number, request(30, seed=number, max_tokens=5))
+    ends = [seen.at[-1] for seen in crowd.finish().values()]  # in the order in which the engine said them
+    assert ends == sorted(ends)
+    assert engine.health().ok and not settled(engine)
 
 
 def test_cancelling_while_decoding_keeps_what_was_computed(engine):
@@ -300,3 +303,18 @@ def test_ctrl_c_while_loading_ends_cleanly(moment, tiny_model):
     command = [sys.executable, "-c", script, str(tiny_model("llama"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
+
+
+def test_a_warm_up_leaves_nothing(tiny_model, tmp_path):
+    from mlxkv.cache.store import stats
+
+    with mlxkv.load(tiny_model("qwen3_5"), cache_dir=tmp_path / "cache", block_size=16) as engine:
+        cold = mlxkv.generate(engine, tiny.ids(20), max_tokens=8, use_cache=False)
+    with mlxkv.load(tiny_model("qwen3_5"), cache_dir=tmp_path / "cache", block_size=16) as engine:
+        engine.warm_up()
+        status = engine.status()
+        assert status.steps > 0 and status.active == status.reserved_bytes == status.waiting == 0
+        asked = mlxkv.generate(engine, [0] * 32, max_tokens=1)
+        assert (asked.usage.cached_tokens, asked.cache.miss_reason) == (0, "empty")
+        assert mlxkv.generate(engine, tiny.ids(20), max_tokens=8).token_ids == cold.token_ids
+    assert stats(tmp_path / "cache")["records"] > 0

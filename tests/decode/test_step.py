@@ -182,6 +182,7 @@ def test_what_a_trace_would_change_is_not_compiled(small, ask):
     if tolerance() and not ask:
         pytest.skip("only bits are compared")
     house = House(Counting(small, ask), compile="on")
+    house.steps.admit(house.batch, house.pool)
     first, second = house.run()[0, 0].item(), house.run()[0, 0].item()
     assert house.batch.positions == [7, 13]
     assert ask or second != first

@@ -25,8 +25,8 @@ from demo_model.heldout import CODES, FILLERS  # noqa: E402
 
 #: tokens of context, so that a small RAM tier holds a sequence
 CONTEXT = 512
-#: bytes: about a third of what 16 of the shorter conversations leave in RAM, and two thirds of them on disk
-RAM, BUDGET = 4 << 20, 12 << 20
+#: bytes: a part of what 16 of the shorter conversations leave in RAM, and more of it on disk
+RAM, BUDGET = 4 << 20, 10 << 20
 BLOCK = 16
 
 
@@ -80,17 +80,19 @@ def measure(
     words: Sequence[str] = CODES[:16],
     compared: int = 4,
 ) -> Report:
-    """``rounds`` of all words at once, each round in another order. ``compared``: so many of the answers are compared
+    """``rounds`` of all words at once, in changing order. ``compared``: so many of the answers are compared
     with what the question gets alone, too."""
     found, model = Report(), short_model(folder / "model")
     alone = Alone(model)
     right = {word: alone(request(word, before, after)) for word in rng.sample(list(words), compared)}
     alone.close()
+    order = list(words)
     with load(
         model, folder / "cache", block_size=BLOCK, prefill_chunk=64, ram_budget=RAM, cache_budget=BUDGET
     ) as engine:
         for turn in range(rounds):
-            order = rng.sample(list(words), len(words))
+            # at every other time the newest first: of those, something is left
+            order = rng.sample(list(words), len(words)) if turn % 2 == 0 else order[::-1]
             outcomes = drive(engine, [Planned(request(word, before, after)) for word in order])
             for word, outcome in zip(order, outcomes, strict=True):
                 if (done := outcome.completion) is None:

@@ -19,26 +19,26 @@ from tests.probe import runtime
 
 @pytest.mark.parametrize("arch", tiny.ARCHS)
 def test_each_row_is_as_it_is_alone(arch):
-    schedule = holds(arch, seed=1, moves=26)
+    schedule = holds(arch, seed=1, moves=18)
     assert {"step", "join", "leave", "take", "resize"} <= set(schedule.moves)
 
 
 @pytest.mark.parametrize("arch", ["recurrent_gemma", "baichuan_m1", "longcat_flash_ngram", "gemma3n"])
 def test_windows_alone_lists_of_caches_slots_that_fill_and_shared_rows(arch):
-    holds(arch, seed=3, moves=16)
+    holds(arch, seed=3, moves=12)
 
 
 @pytest.mark.parametrize("name", CACHES)
 def test_every_cache_class_of_a_llama(name):
     model, _ = tiny.build("llama")
     schedule = Schedule(model, CACHES[name], seed=2)
-    assert schedule.run(26) <= tolerance(), schedule.moves
+    assert schedule.run(18) <= tolerance(), schedule.moves
 
 
 def test_nested_lists_and_empty_slots():
     llama, _ = tiny.build("llama", sliding_window=12, layer_types=["sliding_attention", "full_attention"])
     schedule = Schedule(Remembering(llama), Remembering.make_cache, seed=4)
-    assert schedule.run(26) <= tolerance(), schedule.moves
+    assert schedule.run(18) <= tolerance(), schedule.moves
 
 
 class Narrow:
@@ -173,7 +173,7 @@ def test_a_head_beside_its_body(tmp_path):
     assert rt.store is not None and rt.layout is not None and "head" in rt.layout.describe()
     rt.store.close()
     schedule = Schedule(rt.model, rt.make_cache, 7, rt.layout)
-    assert schedule.run(40) <= tolerance(), schedule.moves
+    assert schedule.run(24) <= tolerance(), schedule.moves
 
 
 def test_a_head_that_nobody_asks_is_shown_its_steps_now_and_then(tmp_path, monkeypatch):
@@ -186,8 +186,8 @@ def test_a_head_that_nobody_asks_is_shown_its_steps_now_and_then(tmp_path, monke
     schedule.join()
     for slot in schedule.twins:
         schedule.batch.row(slot).catch_up()  # one token and its hidden state wait
-    for _ in range(40):
+    for _ in range(24):
         schedule.step()
     # two arrays of each step that waits, two of each four steps that a head was shown
-    assert len(schedule.batch.live()) - len(schedule.batch.arrays()) <= 2 * 4 + 2 * 2 * (1 + 40 // 4) < 2 * 40
+    assert len(schedule.batch.live()) - len(schedule.batch.arrays()) <= 2 * 4 + 2 * 2 * (1 + 24 // 4) < 2 * 24
     assert schedule.run(0) <= tolerance()
