@@ -132,8 +132,12 @@ class Loop:
         if step is None or step.first:
             self._read()
             self._regroup()
+        if step is None and self.groups:  # whose prompt was read just now
+            step = self._rounds.next(self.groups)
         if step is not None and step.group in self.groups:
             self._step(step.group)  # type: ignore[arg-type]
+        if self.prefills:
+            self._greet()
         if self.active or self.waiting:
             self.rt.memory.measure()
         if not (self.prefills or self.groups):
@@ -362,6 +366,13 @@ class Loop:
         self._step_s += seconds
         if group.rows:
             self._pace.step_took(group.executor.slots, max(group.positions().values()), seconds)
+
+    def _greet(self) -> None:
+        """First tokens are read at once: they would wait for the next chunk of another's prompt."""
+        for group in list(self.groups):
+            if any(not row.sequence.sampled for row in group.rows.values()):
+                with self._changing():
+                    self.seats.settle(group)
 
     # ends
 
