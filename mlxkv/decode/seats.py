@@ -16,7 +16,7 @@ from .batched import Batched
 from .group import Ended, Group, Row
 from .grouping import Divide, Grouping, Resize, Unite
 from .pool import Pool
-from .reservation import OPEN_END, ladder
+from .reservation import OPEN_END, ladder, reserve
 from .runtime import Runtime
 from .sequence import Sequence
 from .solo import Allotment, MemoryFull, Solo, fits
@@ -259,22 +259,23 @@ class Seats:
             apart: Group | None = None
             for key in part:
                 slot = slots[key]  # type: ignore[index]
-                row, state = group.rows[slot], self._state(group, slot)
+                row = group.rows[slot]
                 if apart is None:
-                    assert group.batch is not None
-                    rows = group.batch.capacity  # which its copy has
+                    rows = reserve(self._rows_for(row.sequence, group.positions()[slot]))
                     fits(self._rt.memory, row.sequence, self._rt.memory.sequence_bytes(rows, self._rt.chunk), rows)
-                    self._seat_alone(row, state, Allotment(self._rt, row.sequence, rows))
+                    allotment = Allotment(self._rt, row.sequence, rows)
+                    self._seat_alone(row, self._state(group, slot, rows), allotment)
                     apart = self.groups[-1]
                 else:
-                    self._join(apart, row, state, grouping.bucket(len(part)))
+                    self._join(apart, row, self._state(group, slot), grouping.bucket(len(part)))
                 group.leave(slot)
         slots_left = grouping.bucket(len(group.rows))
         if slots_left < group.executor.slots:
             self._resize(group, slots_left, 0)
 
-    def _state(self, group: Group, slot: int) -> SequenceState:
-        """The solo state of a row, evaluated; what the store has not been given of it is copied out first."""
+    def _state(self, group: Group, slot: int, rows: int = 0) -> SequenceState:
+        """The solo state of a row, evaluated, with room for ``rows`` if it comes out of a batch; what the store has not
+        been given of it is copied out first."""
         run = group.executor
         if isinstance(run, Solo):
             return run.state
@@ -282,6 +283,8 @@ class Seats:
         mx.eval(run.live())
         group.flush(slot)
         state = run.batch.take(slot)
+        if rows:
+            state.reserve(rows)
         mx.eval(state.live())
         return state
 

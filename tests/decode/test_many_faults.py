@@ -201,10 +201,11 @@ def test_a_row_that_cannot_grow_leaves_the_others(model, alone, tmp_path):
 
 
 def test_the_second_failure_of_the_device_leaves_empty_books(model, tmp_path):
+    at_once = [Planned(each.request) for each in company(0)]  # later it takes none any more
     with load(model, tmp_path) as engine:
         for _ in range(2):
             with failing(Group, "_submit", 9, RuntimeError("the device")):
-                outcomes = drive(engine, company(0))
+                outcomes = drive(engine, at_once)
             assert all(o.ended for o in outcomes)
         assert not engine.health().ok and engine.health().active == 0 and not settled(engine)
 

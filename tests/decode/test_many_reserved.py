@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from mlxkv.decode import grouping
 from mlxkv.decode.request import Request
 from tests import tiny
 from tests.decode.many import Alone, Planned, ask, drive, load, schedule, settled, wrong_with
@@ -87,3 +88,32 @@ def test_rows_stand_in_one_batch(tiny_model, arch):
         plan = [Planned(ask(tiny.ids(20 + n, seed=n), 40)) for n in range(4)]
         drive(engine, plan, lambda: engine.inspect(lambda loop: seen.append(allocated(loop).batches)))
         assert max(sum(batches) for batches in seen) == 4
+
+
+def test_a_row_that_leaves_a_batch_takes_its_own_room_only(tiny_model, monkeypatch):
+    """The batch had columns for a longer row; what goes on by itself has room for its own answer."""
+    monkeypatch.setattr(grouping, "SHORT", 64)
+    asked = [ask(tiny.ids(500, seed=n), max_tokens) for n, max_tokens in enumerate((200, 80, 80))]
+    asked.append(ask(tiny.ids(20, seed=3), 140))
+    alone, capacities = Alone(tiny_model("qwen3_5")), set()
+    with load(tiny_model("qwen3_5"), None, prefill_chunk=512) as engine:
+        looks, events = Looks(engine, exact=True), iter(range(10**6))
+
+        def look():
+            if next(events) % 8:  # each look takes a turn of the loop
+                return
+            looks()
+            capacities.add(frozenset(c for _, c in engine.status().groups))
+
+        # the short one comes when the long ones are together: beside one of them it would be too short
+        plan = [
+            Planned(asked[0]),
+            *(Planned(each, after) for each, after in zip(asked[1:], [(0, 2), (0, 2), (2, 2)], strict=True)),
+        ]
+        outcomes = drive(engine, plan, look)
+        assert not looks.wrong, "\n".join(looks.wrong[:5])
+        assert looks.together == 4 and {0, 1024} in capacities  # all in one rectangle, later one by itself
+        for request, outcome in zip(asked, outcomes, strict=True):
+            assert wrong_with(Planned(request), outcome, alone(request)) == []
+        assert not settled(engine)
+    alone.close()

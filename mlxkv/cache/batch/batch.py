@@ -138,7 +138,8 @@ class Batch:
         return self._row(slot)
 
     def take(self, slot: int) -> SequenceState:
-        """A solo state with the row's values, by one copy that the caller evaluates. The row stays until ``leave``."""
+        """A solo state with the row's values and no room beyond them, by one copy that the caller evaluates. The row
+        stays until ``leave``."""
         self._row(slot)
         caches = self._make_cache()
         for form, cache in zip(self._leaves, _leaves(caches), strict=True):

@@ -157,7 +157,7 @@ class BatchGrowing(BatchRows):
 
     def take(self, slot: int, cache: Any) -> None:
         position = self.place.positions[slot]
-        mine = {name: mx.contiguous(a[slot : slot + 1]) for name, a in self.parts().items()}
+        mine = {name: mx.contiguous(a[slot : slot + 1, :, :position]) for name, a in self.parts().items()}
         self.solo(cache, ()).resume(mine, position)
 
 
