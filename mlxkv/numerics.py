@@ -17,6 +17,7 @@ import os
 import sys
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 
 from .errors import ConfigError
@@ -98,6 +99,20 @@ def current() -> Numerics:
     if gpu:
         blas, hint = ("metal" if mx.metal.is_available() else "cuda"), ""
     return Numerics(_prepared.mode, "gpu" if gpu else "cpu", blas, hint, metadata.version("mlx"))
+
+
+@cache
+def unpacked_products() -> bool:
+    """Whether MLX's BLAS multiplies small matrices in place, without packing them first: OpenBLAS's kernels for x86
+    with AVX-512, which it chose for this processor."""
+    if not current().blas.startswith("openblas"):
+        return False
+    process = ctypes.CDLL(None)
+    if not hasattr(process, "openblas_get_corename"):
+        return False
+    get = process.openblas_get_corename
+    get.restype = ctypes.c_char_p
+    return (get() or b"").decode("ascii", "replace").lower() in ("skylakex", "cooperlake", "sapphirerapids")
 
 
 def _decide() -> _Prepared:

@@ -214,7 +214,8 @@ class Ram:
 
     def _shrink(self) -> list[tuple[bytes, str]]:
         gone: list[tuple[bytes, str]] = []
-        excess = self._bytes - self.budget
+        # never a look at all that is pinned: this is asked at every charge, and a writer may be far behind
+        excess = min(self._bytes - self.budget, self._bytes - self._pinned)
         for (key, kind), size in self._recent.items() if excess > 0 else ():
             if not self._held[key].pins:
                 gone.append((key, kind))

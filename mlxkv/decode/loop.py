@@ -7,7 +7,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,8 +132,12 @@ class Loop:
         if step is None or step.first:
             self._read()
             self._regroup()
+        if step is None and self.groups:  # whose prompt was read just now
+            step = self._rounds.next(self.groups)
         if step is not None and step.group in self.groups:
             self._step(step.group)  # type: ignore[arg-type]
+        if self.prefills:
+            self._greet()
         if self.active or self.waiting:
             self.rt.memory.measure()
         if not (self.prefills or self.groups):
@@ -169,6 +173,8 @@ class Loop:
         self.waiting.clear()
         for sequence in self.sequences:
             self._cancel(sequence)
+        if self.active:  # what could not be taken out in order
+            self.reset(EngineClosed("The engine was closed before this request was answered."))
 
     def give_up(self, error: BaseException) -> None:
         """The device cannot be trusted: nobody is answered."""
@@ -179,8 +185,8 @@ class Loop:
 
     def reset(self, error: BaseException) -> None:
         """Nothing that is here can be trusted: all that were taken in have failed. Who was not is still answered."""
-        self._tell_ended()
         lost = [*self.waiting, *self.restoring, *self.prefills, *self.seats.clear()]
+        self._tell_ended()
         for sequence in lost:
             try:
                 self._fail(sequence, error)
@@ -204,10 +210,10 @@ class Loop:
             try:
                 sequence = Sequence(self.rt, ticket)
                 self._refuse_what_never_fits(sequence)
+                self.rt.memory.charge("queue", sequence, TOKEN_BYTES * len(sequence.prompt.tokens))
             except BaseException as e:  # what is written in Rust may panic
                 ticket.fail(self._its_own(e))
                 continue
-            self.rt.memory.charge("queue", sequence, TOKEN_BYTES * len(sequence.prompt.tokens))
             self.waiting.append(sequence)
             if self.groups:
                 break
@@ -222,9 +228,7 @@ class Loop:
     def _leave(self) -> None:
         """Who no longer wants an answer goes, with all that was held for it. Rows notice at their next token."""
         for sequence in [s for s in self.waiting if s.cancelled()]:
-            self.waiting.remove(sequence)
-            self._release(sequence)
-            sequence.fail(EngineError("The request was cancelled before it started."))
+            self._fail(sequence, EngineError("The request was cancelled before it started."))
         for sequence in [s for s in (*self.restoring, *self.prefills) if s.cancelled()]:
             self._cancel(sequence)
 
@@ -242,7 +246,7 @@ class Loop:
                 with self._changing():
                     self.seats.remove(sequence)
         except Exception as e:
-            self._fail(sequence, self._told(e))
+            self._lost(e, self._told(e), [sequence])
         self._release(sequence)
 
     def _admit(self) -> None:
@@ -255,7 +259,7 @@ class Loop:
             try:
                 self._begin(sequence)
             except Exception as e:
-                self._fail(sequence, self._told(e))
+                self._lost(e, self._told(e), [sequence])
 
     def _rows(self, sequence: Sequence, alone: bool) -> int:
         """Rows of the caches that its prompt is read into: with the answer's where it will decode on them."""
@@ -297,6 +301,8 @@ class Loop:
 
     def _restore(self) -> None:
         for sequence, restoring in list(self.restoring.items()):
+            if sequence not in self.restoring:
+                continue
             try:
                 if not restoring.advance():
                     continue
@@ -304,7 +310,7 @@ class Loop:
                 sequence.restore_s = time.monotonic() - sequence.restoring_since
                 self._begun(sequence, *restoring.finish())
             except Exception as e:
-                self._fail(sequence, self._told(e))
+                self._lost(e, self._told(e), [sequence])
 
     def _begun(self, sequence: Sequence, state: SequenceState, lookup: Lookup, plan: Plan) -> None:
         self._allotments[sequence].restored()
@@ -328,7 +334,7 @@ class Loop:
         try:
             tokens = prefill.chunk(most)
         except Exception as e:
-            self._fail(key, self._told(e))
+            self._lost(e, self._told(e), [key])
             return
         self.seats.steps.interrupt()  # what comes next has waited for the chunk: it is no measure of a step
         self._pace.chunk_took(tokens, position, time.monotonic() - started)
@@ -336,6 +342,8 @@ class Loop:
             self._place(key)
 
     def _place(self, sequence: Sequence) -> None:
+        if sequence not in self.prefills:  # lost with another
+            return
         if sequence.cancelled():  # within this turn: no step is made for it
             self._cancel(sequence)
             return
@@ -359,6 +367,13 @@ class Loop:
         if group.rows:
             self._pace.step_took(group.executor.slots, max(group.positions().values()), seconds)
 
+    def _greet(self) -> None:
+        """First tokens are read at once: they would wait for the next chunk of another's prompt."""
+        for group in list(self.groups):
+            if any(not row.sequence.sampled for row in group.rows.values()):
+                with self._changing():
+                    self.seats.settle(group)
+
     # ends
 
     @contextmanager
@@ -370,16 +385,14 @@ class Loop:
         except Exception as e:
             error, touched = self._told(e), list(self.seats.touched)
             self._tell_ended()
-            self._all_failed(touched, e, error)
-            for sequence in coming:
-                self._fail(sequence, error)
+            self._lost(e, error, coming, touched)
         else:
             self._tell_ended()
 
     def _tell_ended(self) -> None:
         for end in self.seats.ended():
-            self._release(end.sequence)
             try:
+                self._release(end.sequence)
                 if end.error is not None:
                     end.sequence.fail(self._its_own(end.error))
                 else:
@@ -388,29 +401,36 @@ class Loop:
             except Exception as e:
                 end.sequence.fail(self._its_own(e))
 
-    def _all_failed(self, groups: list[Group], e: BaseException, error: BaseException) -> None:
-        """A change of ``groups`` failed, a step for one. On a GPU an error may surface later than the command that
-        caused it: nobody's state can be trusted then. On a CPU only the rows of these are concerned."""
-        lost = list(groups)
+    def _lost(
+        self,
+        e: BaseException,
+        error: BaseException,
+        sequences: Iterable[Sequence] = (),
+        groups: Iterable[Group] = (),
+    ) -> None:
+        """What was done for these failed with ``e``; they are told ``error``. On a GPU an error may surface later than
+        the command that caused it: nobody's state can be trusted then."""
         if self.rt.device != "cpu" and isinstance(e, RuntimeError):
-            lost = list(self.groups)
-            for sequence in [*self.restoring, *self.prefills]:
-                self._fail(sequence, error)
-        for group in lost:
+            sequences, groups = [*sequences, *self.restoring, *self.prefills], self.groups
+        for sequence in list(sequences):
+            self._fail(sequence, error)
+        for group in list(groups):
             for row in group.rows.values():
                 self._fail(row.sequence, error)
             self.seats.discard(group)
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         restoring = self.restoring.pop(sequence, None)
-        if restoring is not None:
-            restoring.cancel()
         self.prefills.pop(sequence, None)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-        sequence.drop()
-        self._release(sequence)
-        sequence.fail(error)
+        try:
+            if restoring is not None:
+                restoring.cancel()
+            sequence.drop()
+            self._release(sequence)
+        finally:  # it is in no book any more: nobody else would tell it
+            sequence.fail(error)
 
     def _release(self, sequence: Sequence) -> None:
         self._allotments.pop(sequence, None)

@@ -46,6 +46,8 @@ class Seats:
         #: why rows take turns instead of sharing a batch
         self.obstacle: str | None = None if rt.live is not None else "its state has no known layout"
         self._asked = False
+        #: for so many calls no change of groups is tried: there was no room for the last one
+        self._patience = 0
 
     @property
     def rows(self) -> int:
@@ -89,9 +91,9 @@ class Seats:
     def ended(self) -> list[Ended]:
         """Who has come to an end since this was last asked; to be asked after each call, also after one that
         raised."""
-        ended, self._ended[:], self.touched = list(self._ended), [], []
-        self._give_back(end.sequence for end in ended)
+        self._give_back(end.sequence for end in self._ended)
         self._drop_empty()
+        ended, self._ended[:], self.touched = list(self._ended), [], []
         return ended
 
     def place(self, sequence: Sequence, state: SequenceState, allotment: Allotment) -> None:
@@ -146,6 +148,11 @@ class Seats:
         ended = group.settle()
         self._give_back(end.sequence for end in ended)
         return ended
+
+    def settle(self, group: Group) -> None:
+        """Read the tokens of its last step, and submit nothing."""
+        self.touched = [group]
+        self._settle(group)
 
     def discard(self, group: Group) -> None:
         """A step of this group failed: it is gone, with its rows."""
@@ -208,6 +215,9 @@ class Seats:
         """The one change that is due, if any. ``admitted``: somebody has just joined or begun to decode. Steps are
         traced only then, so that at other times a group takes only shapes that are known."""
         self.touched = []
+        if self._patience and not admitted:
+            self._patience -= 1
+            return
         decision = self._grouping.regroup(self._shown())
         if decision is None or not self._together() or not (admitted or self._known(decision)):
             return
@@ -226,6 +236,7 @@ class Seats:
                 self._divide(group, decision)
         except (BatchError, MemoryFull) as e:
             log.info("groups stay as they are: %s", e)
+            self._patience = grouping.REST
         for g in (group, *others):
             g.rested = 0
         self._drop_empty()

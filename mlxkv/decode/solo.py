@@ -67,6 +67,9 @@ class Allotment:
 def fits(memory: Memory, owner: Hashable, need: int, rows: int) -> None:
     """Raises MemoryFull unless there is room for ``need`` bytes more of ``owner``, which runs already."""
     room = memory.room(need, owner)
+    if not room.fits:  # as of the last turn: what its forwards needed may be free again
+        memory.measure()
+        room = memory.room(need, owner)
     if not room.fits:
         raise MemoryFull(
             f"The answer has come to {rows:,} tokens and needs {room.need:,} bytes more; {room.free:,} of "

@@ -10,7 +10,7 @@ from .. import numerics
 from .activation import FEED_FORWARD
 from .conv import DepthwiseConv1d, is_depthwise
 from .gated_delta import ChunkedGatedDeltaNet, ChunkedNextGatedDeltaNet
-from .linear import RowLinear, gains
+from .linear import RowEmbedding, RowLinear, gains, gains_as_head
 from .norm import RMSNorm
 from .replace import replace
 from .rope import SharedRoPE, share
@@ -35,6 +35,8 @@ def accelerate(model: nn.Module) -> list[str]:
             leaves[name] = SharedRoPE
         elif openblas and gains(layer):
             leaves[name] = RowLinear
+        elif openblas and gains_as_head(layer):
+            leaves[name] = RowEmbedding
     # A layer that holds others comes second: it takes over the children the old one has then.
     known = _RECURRENT | FEED_FORWARD
     holders = {name: known[type(layer)] for name, layer in model.named_modules() if type(layer) in known}

@@ -6,13 +6,15 @@ MLX's CPU fallback computes frequencies, angles, sines and cosines anew for the 
 from __future__ import annotations
 
 import math
+import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
 
 
 class Angles:
-    """cos and sin [L, dims / 2] of positions offset … offset + L − 1, float32; the last ones asked for are kept.
+    """cos and sin of positions, as they are multiplied with both halves of what is rotated; the last ones asked for
+    are kept, [..., L, dims], float32: (cos, cos) and (−sin, sin).
 
     theta_j = base^(−2j / dims), angle = position · scale · theta_j (Su et al., "RoFormer", 2021, arXiv:2104.09864).
     """
@@ -23,27 +25,47 @@ class Angles:
         mx.eval(self._theta)
         self._key: tuple[int, int] | None = None
         self._value: tuple[mx.array, mx.array]
+        self._rows: weakref.ref[mx.array] | None = None
 
     def at(self, offset: int, length: int) -> tuple[mx.array, mx.array]:
+        """Of positions offset … offset + L − 1: [L, dims]."""
         if self._key != (offset, length):
-            angle = mx.arange(offset, offset + length, dtype=mx.float32)[:, None] * self._theta
-            self._key, self._value = (offset, length), (mx.cos(angle), mx.sin(angle))
+            self._value = self._of(mx.arange(offset, offset + length, dtype=mx.float32)[:, None])
+            self._key, self._rows = (offset, length), None
         return self._value
+
+    def of_rows(self, offsets: mx.array) -> tuple[mx.array, mx.array]:
+        """Of one position a row, [B] -> [B, 1, 1, dims]. Layers share them if they show the very same array."""
+        if self._rows is None or self._rows() is not offsets:
+            self._value = self._of(offsets.astype(mx.float32)[:, None, None, None])
+            self._key, self._rows = None, weakref.ref(offsets)
+        return self._value
+
+    def _of(self, positions: mx.array) -> tuple[mx.array, mx.array]:
+        angle = positions * self._theta
+        cos, sin = mx.cos(angle), mx.sin(angle)
+        return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
 
 
 class SharedRoPE(nn.RoPE):
-    """``nn.RoPE`` for halves (not interleaved pairs); x [..., L, D], the first ``dims`` of D are rotated."""
+    """``nn.RoPE`` for halves (not interleaved pairs); x [..., L, D], the first ``dims`` of D are rotated. ``offset``:
+    the first position, or [B] of x [B, H, 1, D]."""
 
     angles: Angles
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        if not isinstance(offset, int) or x.dtype != mx.float32:
+        if x.dtype != mx.float32:
             return super().__call__(x, offset=offset)  # type: ignore[arg-type]
-        cos, sin = self.angles.at(offset, x.shape[-2])
+        if isinstance(offset, int):
+            cos, sin = self.angles.at(offset, x.shape[-2])
+        elif x.ndim == 4 and offset.shape == x.shape[:1] and x.shape[2] == 1:
+            cos, sin = self.angles.of_rows(offset)
+        else:
+            return super().__call__(x, offset=offset)  # type: ignore[arg-type]
         half = self.dims // 2
         a, b, rest = x[..., :half], x[..., half : self.dims], x[..., self.dims :]
-        turned = [a * cos - b * sin, a * sin + b * cos]
-        return mx.concatenate([*turned, rest] if rest.shape[-1] else turned, axis=-1)
+        turned = x[..., : self.dims] * cos + mx.concatenate([b, a], axis=-1) * sin
+        return mx.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 def share(layers: list[SharedRoPE]) -> None:

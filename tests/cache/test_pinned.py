@@ -30,6 +30,7 @@ def test_pinned_is_what_the_pinned_records_weigh(tmp_path):
                     ram.touch([draft.meta.key])
             assert ram.pinned == sum(size for (key, _), size in ram._recent.items() if ram._held[key].pins)
             assert ram.nbytes == sum(ram._recent.values())
+            assert ram.nbytes <= ram.budget or ram.nbytes == ram.pinned
         for draft in made:
             for _ in range(60):
                 ram.unpin([draft.meta.key])

@@ -20,6 +20,7 @@ from mlxkv.decode import pressure
 from mlxkv.decode.memory import ENTRIES, RUNNING, Memory
 from mlxkv.decode.pressure import CRITICAL, NORMAL, WARNING, read_level
 from mlxkv.decode.reservation import reserve
+from mlxkv.decode.solo import MemoryFull, fits
 from mlxkv.errors import RequestError, RequestTooLarge
 from tests import tiny
 from tests.cache import drafts
@@ -413,3 +414,18 @@ def test_a_join_holds_old_and_new_at_once():
         peak = memory.join_peak(before, (4, 512), 256)
         assert peak == held + memory.sequence_bytes(256) + memory.join_extra(before, (4, 512))
         assert peak >= two + memory.sequence_bytes(256)
+
+
+def test_a_running_answer_is_not_ended_by_an_old_measurement(device):
+    """What a chunk of another prompt needed is counted until it is measured again."""
+    memory = device.memory(WEIGHTS + 100)
+    memory.charge("caches", "a", 40)
+    memory.charge("caches", "b", 10)
+    device.active = WEIGHTS + 50 + 40
+    memory.measure()
+    with pytest.raises(MemoryFull, match="11 bytes more; 10 of"):
+        fits(memory, "a", 11, 1)
+    device.active = WEIGHTS + 50
+    fits(memory, "a", 50, 1)
+    with pytest.raises(MemoryFull):
+        fits(memory, "a", 51, 1)

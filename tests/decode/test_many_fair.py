@@ -46,6 +46,22 @@ def test_a_long_prompt_holds_up_nobody(tiny_model, arch):
         assert all(len(seen[number].tokens) in (4, 200) for number in range(6))
 
 
+def test_a_first_token_does_not_wait_for_another_chunk(tiny_model):
+    """A short prompt that was read in one turn has its first token in the same, whatever else is being read."""
+    with load(tiny_model("llama"), None, prefill_chunk=CHUNK) as engine:
+        crowd = Crowd(engine)
+        crowd.submit(0, ask(tiny.ids(LONG, seed=9), 4))
+        crowd.until(lambda: crowd.seen[0].done > CHUNK)
+        crowd.submit(1, ask(tiny.ids(20, seed=10), 4))
+        seen = crowd.finish()
+        read = next(at for event, at in zip(seen[1].events, seen[1].at, strict=True) if is_read(event))
+        assert not any(read < chunk < seen[1].first_token for chunk in events(seen[0], Progress))
+
+
+def is_read(event):
+    return isinstance(event, Progress) and event.done == event.total - 1
+
+
 def test_two_long_prompts_take_turns(tiny_model):
     """The one that is nearer to its end may have more of them, but none waits for the other to be through."""
     with load(tiny_model("llama"), None, prefill_chunk=32) as engine:

@@ -195,8 +195,24 @@ def test_row_linear_is_a_linear_layer(shape, bias):
     assert mine(x).shape == theirs(x).shape
 
 
-def test_wide_heads_and_quantised_layers_stay():
+@pytest.mark.parametrize("rows", [1, 2, 5, 12, 13])
+@pytest.mark.parametrize(("wide", "deep"), [(2050, 520), (300, 4096)])
+def test_large_layers_and_heads_in_pieces(rows, wide, deep, monkeypatch):
+    monkeypatch.setattr(numerics, "unpacked_products", lambda: True)
+    theirs, head = nn.Linear(deep, wide), nn.Embedding(wide, deep)
+    mine, own = as_subclass(linear.RowLinear, theirs), as_subclass(linear.RowEmbedding, head)
+    assert linear.gains(theirs) and linear.gains_as_head(head)
+    assert bool(linear.piece(rows, theirs.weight)) == (rows <= linear.ROWS)
+    for shape in ((rows, 1, deep), (1, rows, deep), (rows, deep)):
+        x = mx.random.normal(shape, key=mx.random.key(3))
+        assert far(mine(x), theirs(x)) < TOLERANCE and far(own.as_linear(x), head.as_linear(x)) < TOLERANCE
+    assert mx.array_equal(own(mx.array([0, wide - 1])), head(mx.array([0, wide - 1]))).item()
+
+
+def test_wide_heads_and_quantised_layers_stay(monkeypatch):
+    monkeypatch.setattr(numerics, "unpacked_products", lambda: False)
     assert linear.gains(nn.Linear(64, 64)) and not linear.gains(nn.Linear(64, 1 << 19))
+    assert not linear.gains_as_head(nn.Embedding(1 << 19, 64))
     assert not linear.gains(nn.QuantizedLinear(64, 64)) and not linear.gains(linear.RowLinear(64, 64))
 
 
@@ -212,3 +228,15 @@ def test_shared_angles_rotate_like_mlxs_own(dims, width):
             assert mx.allclose(a(x, offset=offset), b(x, offset=offset), rtol=1e-4, atol=2e-4).item()
     x = mx.random.normal((1, 3, 1, width))
     assert mx.array_equal(mine[0](x, offset=mx.array(3)), theirs[0](x, offset=mx.array(3))).item()
+
+
+def test_rows_of_a_batch_are_rotated_as_they_are_alone():
+    mine = [as_subclass(rope.SharedRoPE, nn.RoPE(16, base=base)) for base in (10000.0, 10000.0, 1e6)]
+    rope.share(mine)
+    x = mx.random.normal((3, 2, 1, 24), key=mx.random.key(1))
+    for positions in ([5, 0, 900], [6, 1, 901]):
+        offsets = mx.array(positions, mx.int32)
+        for layer in mine:
+            rows = mx.concatenate([layer(x[i : i + 1], offset=p) for i, p in enumerate(positions)])
+            assert mx.array_equal(layer(x, offset=offsets), rows).item()
+    assert layer(mx.concatenate([x, x], axis=2), offset=offsets).shape == (3, 2, 2, 24)
