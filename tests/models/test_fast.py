@@ -209,6 +209,18 @@ def test_large_layers_and_heads_in_pieces(rows, wide, deep, monkeypatch):
     assert mx.array_equal(own(mx.array([0, wide - 1])), head(mx.array([0, wide - 1]))).item()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 20, 21])
+def test_some_rows_of_a_small_layer(rows, bias, monkeypatch):
+    monkeypatch.setattr(numerics, "unpacked_products", lambda: True)
+    theirs = nn.Linear(128, 384, bias=bias)
+    mine = as_subclass(linear.RowLinear, theirs)
+    assert linear.turns(rows, theirs.weight) == (4 <= rows <= 20)
+    for shape in ((rows, 1, 128), (1, rows, 128), (rows, 128)):
+        x = mx.random.normal(shape, key=mx.random.key(3))
+        assert far(mine(x), theirs(x)) < TOLERANCE
+
+
 def test_wide_heads_and_quantised_layers_stay(monkeypatch):
     monkeypatch.setattr(numerics, "unpacked_products", lambda: False)
     assert linear.gains(nn.Linear(64, 64)) and not linear.gains(nn.Linear(64, 1 << 19))
