@@ -306,8 +306,8 @@ class Engine:
                 if loop.idle:
                     self._watchdog.rest()
                     self._status = loop.status()
-                    while not self._wake.wait_for(lambda: self._queue or self._asked or self._closing, IDLE_S):
-                        runtime.memory.measure()  # or an idle server would not notice that memory is short
+                    # now and then a turn all the same: or an idle server would not notice that memory is short
+                    self._wake.wait_for(lambda: self._queue or self._asked or self._closing, IDLE_S)
                 if self._closing:
                     break
                 loop.tickets.extend(self._queue)

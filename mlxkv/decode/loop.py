@@ -138,8 +138,7 @@ class Loop:
             self._step(step.group)  # type: ignore[arg-type]
         if self.prefills:
             self._greet()
-        if self.active or self.waiting:
-            self.rt.memory.measure()
+        self.rt.memory.measure()
         if not (self.prefills or self.groups):
             self._wait()
         self.seats.tidy()
