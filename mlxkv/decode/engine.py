@@ -307,7 +307,8 @@ class Engine:
                     self._watchdog.rest()
                     self._status = loop.status()
                     # now and then a turn all the same: or an idle server would not notice that memory is short
-                    self._wake.wait_for(lambda: self._queue or self._asked or self._closing, IDLE_S)
+                    if not self._wake.wait_for(lambda: self._queue or self._asked or self._closing, IDLE_S):
+                        loop.rest()
                 if self._closing:
                     break
                 loop.tickets.extend(self._queue)

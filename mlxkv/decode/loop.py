@@ -20,7 +20,7 @@ from ..cache.state import SequenceState
 from ..errors import EngineClosed, EngineError, MlxkvError
 from .batched import Batched
 from .group import Group
-from .memory import TOKEN_BYTES, Memory
+from .memory import TOKEN_BYTES, Memory, give_back
 from .options import Options
 from .pace import Ladder, Pace
 from .pool import Pool
@@ -55,6 +55,7 @@ class Loop:
         #: rows of the caches of those who do not decode yet
         self._allotments: dict[Sequence, Allotment] = {}
         self._steps, self._step_s = 0, 0.0
+        self._rested = 0
         self._admitted = False
         #: told when somebody was admitted, within a turn
         self.changed: Callable[[], None] = lambda: None
@@ -153,6 +154,12 @@ class Loop:
             self._turns = Turns()
         if not self.waiting:
             self._admission = Admission()
+
+    def rest(self) -> None:
+        """There has been nothing to do for a while."""
+        if self._steps > self._rested:
+            self._rested = self._steps
+            give_back()
 
     def _wait(self) -> None:
         """Nothing can be computed now: records are read, or a request waits for the system to have memory."""
@@ -368,11 +375,11 @@ class Loop:
             self._pace.step_took(group.executor.slots, max(group.positions().values()), seconds)
 
     def _greet(self) -> None:
-        """First tokens are read at once: they would wait for the next chunk of another's prompt."""
+        """First tokens are read at once: they would wait for the next chunk of another's prompt. By a step, so that the
+        next ones are in flight while that is read."""
         for group in list(self.groups):
             if any(not row.sequence.sampled for row in group.rows.values()):
-                with self._changing():
-                    self.seats.settle(group)
+                self._step(group)
 
     # ends
 

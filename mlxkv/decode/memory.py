@@ -17,6 +17,7 @@ measured, not charged, and counts as ``other``.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -93,6 +94,16 @@ def batch_row_bytes(member: MemberSpec, capacity: int) -> int:
 def live_bytes(layout: Layout, rows: int, chunk: int = 1) -> int:
     """Bytes of the caches of a sequence that has room for ``rows`` rows and is read in chunks of ``chunk``."""
     return sum(member_bytes(m, rows, chunk) for m in layout.members)
+
+
+def give_back() -> None:
+    """Give host memory that was freed back to the system: an allocator keeps what lies between what is still used. For
+    an idle moment; does nothing where the C library has no such call."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc
+        library.malloc_trim(ctypes.c_size_t(0))
+    elif hasattr(library, "malloc_zone_pressure_relief"):  # macOS; of all zones, as much as can be
+        library.malloc_zone_pressure_relief(ctypes.c_void_p(None), ctypes.c_size_t(0))
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,6 @@ class Seats:
         self._give_back(end.sequence for end in ended)
         return ended
 
-    def settle(self, group: Group) -> None:
-        """Read the tokens of its last step, and submit nothing."""
-        self.touched = [group]
-        self._settle(group)
-
     def discard(self, group: Group) -> None:
         """A step of this group failed: it is gone, with its rows."""
         lost = [row.sequence for row in group.rows.values()]
