@@ -175,6 +175,7 @@ class Loop:
             self._cancel(sequence)
         if self.active:  # what could not be taken out in order
             self.reset(EngineClosed("The engine was closed before this request was answered."))
+        self.seats.tidy()
 
     def give_up(self, error: BaseException) -> None:
         """The device cannot be trusted: nobody is answered."""
