@@ -149,7 +149,7 @@ def test_who_outgrows_the_room_of_a_batch_fails_alone(tiny_model, monkeypatch):
 def test_who_will_decode_alone_waits_for_room_for_the_answer_too(tiny_model, monkeypatch):
     """Rows of some models take turns: then no batch is there that would have had the room."""
     monkeypatch.setattr(seats, "obstacle", lambda *_: "rows of this model take turns")
-    asked = [ask(tiny.ids(200, seed=n), 400) for n in range(3)]
+    asked = [ask(tiny.ids(200, seed=n), 100) for n in range(3)]
     with load_engine(tiny_model("llama"), None) as engine:
         first = Crowd(engine)
         for number in range(2):  # after these it is known
@@ -159,7 +159,7 @@ def test_who_will_decode_alone_waits_for_room_for_the_answer_too(tiny_model, mon
 
         def two(loop):
             memory = loop.memory
-            memory.limit = memory.weights + 2 * memory.sequence_bytes(768, 12) + memory.sequence_bytes(512, 12)
+            memory.limit = memory.weights + 2 * memory.sequence_bytes(512, 12) + memory.sequence_bytes(256, 12)
 
         engine.inspect(two)
         crowd = Crowd(engine)
@@ -167,6 +167,6 @@ def test_who_will_decode_alone_waits_for_room_for_the_answer_too(tiny_model, mon
             crowd.submit(number, request)
         outcomes = crowd.finish()
         assert [outcome.error for outcome in outcomes.values()] == [None] * 3
-        assert all(len(outcome.tokens) == 400 for outcome in outcomes.values())
+        assert all(len(outcome.tokens) == 100 for outcome in outcomes.values())
         assert overlap([outcomes[0], outcomes[1]]) == 2
         assert not settled(engine)
