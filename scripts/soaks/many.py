@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ class Many:
     ``wrong`` must stay empty."""
 
     rounds: int = 0
-    asked: dict[str, int] = field(default_factory=Counter)
+    asked: dict[str, int] = field(default_factory=dict)
     given_up: int = 0
     restored: int = 0
     records: int = 0
@@ -57,7 +56,7 @@ def one(result: Many, name: str, folder: Path, rng: random.Random) -> None:
     how |= {"requests": rng.randint(8, 40), "max_rows": rng.choice((3, 16))}
     report = equal.measure(folder=where, rng=random.Random(seed), **how)
     shutil.rmtree(where)
-    result.asked[name] += report.asked
+    result.asked[name] = result.asked.get(name, 0) + report.asked
     result.given_up += report.given_up
     result.restored += report.restored
     result.records += report.records
@@ -71,7 +70,7 @@ class Cancels:
     """As ``tests.decode.cancels.Report``, of all architectures together. ``wrong`` must stay empty."""
 
     given_up: int = 0
-    places: dict[str, int] = field(default_factory=Counter)
+    places: dict[str, int] = field(default_factory=dict)
     retries: int = 0
     hits: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -89,7 +88,8 @@ def cancels(folder: Path, rng: random.Random, seconds: float) -> Cancels:
         )
         shutil.rmtree(where)
         result.given_up += report.given_up
-        result.places.update(report.places)
+        for place, n in report.places.items():  # a Counter does not survive ``asdict``
+            result.places[place] = result.places.get(place, 0) + n
         result.retries += report.retries
         result.hits += report.hits
         result.wrong += [f"{arch}, seed {seed}: {what}" for what in report.wrong]
