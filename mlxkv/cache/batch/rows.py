@@ -36,7 +36,15 @@ def filled(rows: mx.array, columns: int) -> mx.array:
 
 
 class BatchRows(Form, _BaseCache):
-    """What growing rows and windows share: arrays with columns that take one token a step."""
+    """What growing rows and windows share: arrays with columns that take one token a step.
+
+    ``keys``, ``values``: [slots, heads, columns, width], or what a form has in their place.
+    """
+
+    keys: Any
+    values: Any
+    #: where each row writes next; None: at its position
+    ring: Ring | None = None
 
     def __init__(self, place: Place, columns: int) -> None:
         self.place, self.columns = place, columns
@@ -49,21 +57,41 @@ class BatchRows(Form, _BaseCache):
     def end(self) -> None:
         self.offset = None
 
-    def write(self, array: mx.array, new: mx.array, ring: Ring | None = None) -> mx.array:
+    def write(self, array: mx.array, new: mx.array) -> mx.array:
         """``array`` [slots, heads, columns, width] with ``new`` [slots, heads, 1, width] at each row's own column.
 
         In place once nobody else holds it. Of the ways to write (scatter, one slice_update a row, where) the fastest on
         a CPU from two rows on, at any capacity."""
         if array.shape[3] == 0:  # a member that keeps keys only
             return array
-        at = self.place.writes(array.shape[1], array.shape[3], ring)
+        at = self.place.writes(array.shape[1], array.shape[3], self.ring)
         return mx.put_along_axis(array, at, new.astype(array.dtype), axis=2)
 
     def parts(self) -> dict[str, mx.array]:
-        raise NotImplementedError
+        return {"keys": self.keys, "values": self.values}
 
     def rebind(self, parts: dict[str, mx.array]) -> None:
-        raise NotImplementedError
+        self.keys, self.values = parts["keys"], parts["values"]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """``keys``, ``values``: [slots, heads, 1, width]."""
+        self.keys, self.values = self.write(self.keys, keys), self.write(self.values, values)
+        self.offset = self.place.after
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        n = self.place.read(self.columns)
+        if n == self.columns:
+            return self.keys, self.values
+        return self.keys[:, :, :n], self.values[:, :, :n]
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
+        if N != 1:
+            raise BatchError(f"A batch takes one token a row, not {N}.")
+        return self.place.mask(self.place.read(self.columns), window_size, self.ring)
+
+    def size(self) -> int:
+        return self.place.read(self.columns)
 
     def arrays(self) -> list[mx.array]:
         return list(self.parts().values())
@@ -111,35 +139,7 @@ class BatchGrowing(BatchRows):
 
     def __init__(self, place: Place, spec: MemberSpec, slots: int, capacity: int) -> None:
         super().__init__(place, capacity)
-        made = empty(spec, slots, capacity)
-        self.keys: Any = made["keys"]
-        self.values: Any = made["values"]
-
-    def parts(self) -> dict[str, mx.array]:
-        return {"keys": self.keys, "values": self.values}
-
-    def rebind(self, parts: dict[str, mx.array]) -> None:
-        self.keys, self.values = parts["keys"], parts["values"]
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """``keys``, ``values``: [slots, heads, 1, width]."""
-        self.keys, self.values = self.write(self.keys, keys), self.write(self.values, values)
-        self.offset = self.place.after
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        n = self.place.read(self.columns)
-        if n == self.columns:
-            return self.keys, self.values
-        return self.keys[:, :, :n], self.values[:, :, :n]
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        if N != 1:
-            raise BatchError(f"A batch takes one token a row, not {N}.")
-        return self.place.mask(self.place.read(self.columns), window_size)
-
-    def size(self) -> int:
-        return self.place.read(self.columns)
+        self.rebind(empty(spec, slots, capacity))
 
     def check(self, cache: Any, position: int) -> None:
         if cache.offset != position:

@@ -39,36 +39,9 @@ class BatchWindow(BatchRows):
 
     def __init__(self, place: Place, ring: Ring, spec: MemberSpec, slots: int, capacity: int) -> None:
         super().__init__(place, min(ring.max_size, capacity))
-        self.ring, self.max_size, self.keep = ring, ring.max_size, ring.keep
-        made = empty(spec, slots, self.columns)
-        self.keys: Any = made["keys"]
-        self.values: Any = made["values"]
-
-    def parts(self) -> dict[str, mx.array]:
-        return {"keys": self.keys, "values": self.values}
-
-    def rebind(self, parts: dict[str, mx.array]) -> None:
-        self.keys, self.values = parts["keys"], parts["values"]
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """``keys``, ``values``: [slots, heads, 1, width]."""
-        self.keys, self.values = self.write(self.keys, keys, self.ring), self.write(self.values, values, self.ring)
-        self.offset = self.place.after
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        n = self.place.read(self.columns)
-        if n == self.columns:
-            return self.keys, self.values
-        return self.keys[:, :, :n], self.values[:, :, :n]
-
-    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
-        if N != 1:
-            raise BatchError(f"A batch takes one token a row, not {N}.")
-        return self.place.mask(self.place.read(self.columns), window_size, self.ring)
-
-    def size(self) -> int:
-        return self.place.read(self.columns)
+        self.ring: Ring = ring
+        self.max_size, self.keep = ring.max_size, ring.keep
+        self.rebind(empty(spec, slots, self.columns))
 
     def check(self, cache: Any, position: int) -> None:
         if cache.offset != position or (cache.max_size, cache.keep) != (self.max_size, self.keep):
