@@ -170,17 +170,19 @@ class Loop:
 
     def close(self) -> None:
         """Everybody leaves: who was admitted as cancelled, the others with an error."""
+
+        def closed() -> EngineClosed:  # each its own: whoever raises it adds to its traceback
+            return EngineClosed("The engine was closed before this request was answered.")
+
         for ticket in self.tickets:
-            ticket.fail(EngineClosed("The engine was closed before this request was answered."))
-        for sequence in self.waiting:
-            sequence.fail(EngineClosed("The engine was closed before this request was answered."))
-            self._release(sequence)
+            ticket.fail(closed())
         self.tickets.clear()
-        self.waiting.clear()
+        for sequence in list(self.waiting):
+            self._fail(sequence, closed())
         for sequence in self.sequences:
             self._cancel(sequence)
         if self.active:  # what could not be taken out in order
-            self.reset(EngineClosed("The engine was closed before this request was answered."))
+            self.reset(closed())
         self.seats.tidy()  # no turn comes that would
 
     def give_up(self, error: BaseException) -> None:
