@@ -15,6 +15,7 @@ from tests.architectures import HEADED, MORE, SUITE
 
 Weights = dict[str, np.ndarray]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
 
 @dataclass(frozen=True)

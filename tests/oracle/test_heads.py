@@ -13,7 +13,6 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlxkv.models import load
-from mlxkv.models.mtp import WithHead
 from tests import headed, heads
 
 REFERENCE = Path(__file__).parent / "heads_reference.npz"
