@@ -49,6 +49,8 @@ class Opened:
     weights: dict[str, mx.array]
     shifted: bool
     files: list[File]
+    layout: Layout
+    config: dict[str, Any]
 
 
 def find(path: Path, config: dict[str, Any]) -> Found:
@@ -82,7 +84,7 @@ def _opened(tensors: Tensors, layout: Layout, names: list[str], config: dict[str
         why = f"it cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return Found(tuple(sorted(held)), False, why, files=paths), None
     found = Found(tuple(sorted(held)), moved, "", head.family, head.n_layers, head.most_drafts, paths)
-    return found, Opened(head, weights, moved, files)
+    return found, Opened(head, weights, moved, files, layout, config)
 
 
 def _others(names: list[str], config: dict[str, Any]) -> list[str]:
