@@ -62,7 +62,7 @@ def test_quantised_heads_are_close(kind, tmp_path):
 
 
 def test_layers_are_quantised_each_in_its_own_way(tmp_path):
-    """Routers in 8 bits beside experts in 4, as mlx-lm's rule for this body is; what the file says is what is loaded."""
+    """Routers in 8 bits beside experts in 4, as mlx-lm's rule for this body is; the tensors themselves say so."""
     source = headed.make(tmp_path / "source", "qwen3_5_moe")
     done = convert(source, tmp_path / "q", quantisation=Quantisation(bits=4, group_size=32))
     opened = mtp.open_head(done.path, headed.config(done.path))[1]
