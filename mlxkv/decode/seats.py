@@ -20,6 +20,7 @@ from .reservation import OPEN_END, ladder, reserve
 from .runtime import Runtime
 from .sequence import Sequence
 from .solo import Allotment, MemoryFull, Solo, fits
+from .speculation import Speculation
 from .step import Compile, Steps
 from .tracking import LANES
 
@@ -37,6 +38,8 @@ class Seats:
         self.groups: list[Group] = []
         self.steps = Steps(rt.model, compile=compile)
         self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None and rt.store is not None else Pool([], 0)
+        #: None where nothing drafts
+        self.speculation = None if rt.drafting is None else Speculation(rt.drafting.drafter, rt.drafting.depth())
         self._grouping = Grouping(max_rows)
         self._alone: dict[Sequence, Allotment] = {}
         self._ended: list[Ended] = []
@@ -115,14 +118,16 @@ class Seats:
         self._seat_alone(row, state, allotment)
 
     def _seat_alone(self, row: Row, state: SequenceState, allotment: Allotment) -> None:
-        group = Group(Solo(self._rt.model, state, allotment.need), self._rt.async_kv_limit, self._ended)
+        run = Solo(self._rt.model, state, allotment.need, self._rt.drafting, self._rt.context_length)
+        group = Group(run, self._rt.async_kv_limit, self._ended, self.speculation)
         self.touched.append(group)
         self._alone[row.sequence] = allotment
         group.add(0, row)
         self.groups.append(group)
 
-    def step(self, group: Group) -> None:
-        """One step of a group. If it raises, the group's rows have failed: call ``discard``."""
+    def step(self, group: Group, cycle: bool = True) -> None:
+        """One step of a group, which may be a ``cycle``. If it raises, the group's rows have failed: call
+        ``discard``."""
         self.touched = [group]
         if isinstance(group.executor, Batched):
             capacity = group.executor.batch.capacity
@@ -130,7 +135,7 @@ class Seats:
                 self._settle(group)
                 self._lengthen(group, capacity + 1)
         if group.rows:
-            group.step()
+            group.step(cycle)
 
     def _lengthen(self, group: Group, need: int) -> None:
         """Room for ``need`` rows; where there is none, those who need them have failed, and the others go on."""
@@ -154,6 +159,7 @@ class Seats:
         lost = [row.sequence for row in group.rows.values()]
         for slot in list(group.rows):
             group.leave(slot)
+        self._forget(lost)
         if isinstance(group.executor, Batched):  # what its step left in the pool cannot be trusted, and all share it
             for other in self.groups:
                 if isinstance(other.executor, Batched):
@@ -165,6 +171,7 @@ class Seats:
     def clear(self) -> list[Sequence]:
         """Nobody decodes any more, and nothing of what was there is looked at again; who that was."""
         lost = list(self.sequences())
+        self._forget(lost)
         for group in self.groups:
             self._rt.memory.release(group)
         self._rt.memory.release(self.pool)
@@ -184,6 +191,12 @@ class Seats:
                 if slot in group.rows:  # it has not come to its end just now
                     group.end(slot, Ended(sequence, "cancelled"))
                 return
+
+    def _forget(self, sequences: Iterable[Sequence]) -> None:
+        """Nothing is drafted for them any more."""
+        if self.speculation is not None:
+            for sequence in sequences:
+                self.speculation.forget(sequence)
 
     def _give_back(self, sequences: Iterable[Sequence]) -> None:
         """Their solo caches are no longer needed."""
