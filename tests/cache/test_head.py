@@ -4,6 +4,7 @@ run without drafts has."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,9 +24,11 @@ class Story:
 
     def __init__(self, folder) -> None:
         loaded = load(headed.make(folder))
+        body: Any = loaded.model
+        assert loaded.head is not None
         self.model = WithHead(loaded.model, loaded.head)
         self.tokens = mx.array([tiny.ids(LENGTH, seed=3)])
-        self.hidden = loaded.model.language_model.model(self.tokens, make_prompt_cache(loaded.model))
+        self.hidden = body.language_model.model(self.tokens, make_prompt_cache(loaded.model))
         mx.eval(self.hidden)
 
     def head(self, n: int = 0) -> HeadCache:
@@ -36,7 +39,7 @@ class Story:
         return cache
 
     def root(self, position: int) -> dict[int, int]:
-        return {0: self.tokens[0, position].item()}
+        return {0: int(self.tokens[0, position].item())}  # type: ignore[arg-type]
 
     def plain(self, cache: HeadCache, n: int) -> None:
         at = cache.seen
