@@ -14,8 +14,10 @@ from ..cache.rewind import check_drafts, most_drafts, why_not
 from ..cache.ring import with_rings
 from ..cache.state import SequenceState, members_of
 from ..errors import ConfigError
+from ..models import Loaded
 from ..models.journal import Journal, Journals
-from .depth import DEEPEST, Depth, deepest
+from ..models.mtp import WithHead, find
+from .depth import Depth, deepest
 from .drafters import Drafter
 from .drafters.mtp import MTP
 from .options import Options
@@ -62,23 +64,62 @@ def examine(model: Any, make_cache: Caches, journals: Journals) -> tuple[Rewinds
 
 
 def choose(options: Options, *, head: str | None, rewinds: str | None) -> tuple[str, str]:
-    """Which drafter is used ("off" for none), and why. ``head``, ``rewinds``: why there is no head, and why drafts
-    cannot be taken back; None where they are fine. Raises ConfigError where the user asked for what cannot be."""
+    """Which drafter is used ("off" for none), and why none is. ``head``, ``rewinds``: why there is no head, and why
+    drafts cannot be taken back; None where all is well. Raises ConfigError where the user asked for what cannot be."""
     wanted = options.draft
     if wanted == "off":
         return "off", "it was switched off"
     if wanted == "auto" and (head or rewinds):
-        return "off", f"nothing is drafted: {head or rewinds}"
+        return "off", head or rewinds or ""
     if rewinds:
         raise ConfigError(f"Nothing can be drafted with this model: {rewinds}.", "Give --draft off, or leave it out.")
     if wanted == "mtp" and head:
-        raise ConfigError(f"The model cannot draft for itself: {head}.", "Give --draft ngram, model or off.")
+        raise ConfigError(f"This model cannot draft for itself: {head}.", "Give --draft ngram, model or off.")
     return ("mtp" if wanted == "auto" else wanted), ""
 
 
-def group_size(config: dict[str, Any], device: str) -> int:
+def prepare(
+    options: Options, loaded: Loaded, headed: WithHead | None, make_cache: Caches, journals: Journals
+) -> tuple[Drafting | None, str | None]:
+    """What drafts for this model, whose layers write ``journals``; or None, and why. ``make_cache``: with rings. Raises
+    ConfigError for settings that cannot work."""
+    if options.draft == "off":
+        return None, "it was switched off"
+    rewinds, state, journal = examine(headed or loaded.model, make_cache, journals)
+    name, why = choose(options, head=no_head(loaded), rewinds=rewinds.why_not)
+    if name == "off":
+        return None, why
+    check_drafts(state.members or [], options.draft_depth or 1, journal)
+    drafter = _drafter(name, options, loaded, headed)
+    most = deepest(group_size(loaded.config), rewinds.most)
+    if name == "mtp" and loaded.head is not None and loaded.head.most_drafts is not None:
+        most = min(most, loaded.head.most_drafts)
+        if options.draft_depth is not None and options.draft_depth > most:
+            raise ConfigError(
+                f"{options.draft_depth} drafts were asked for, and this model's head makes {most} in a row.",
+                f"Give --draft-depth {most} or less.",
+            )
+    return Drafting(drafter, journals, max(most, options.draft_depth or 0), options.draft_depth), None
+
+
+def no_head(loaded: Loaded) -> str | None:
+    """Why the model's own head cannot draft; None if it can."""
+    if loaded.head is not None:
+        return None
+    found = find(loaded.path, loaded.config)
+    return found.reason or "the checkpoint has no multi-token-prediction head"
+
+
+def _drafter(name: str, options: Options, loaded: Loaded, headed: WithHead | None) -> Drafter:
+    if name == "mtp":
+        assert headed is not None
+        return MTP(headed.logits)
+    raise ConfigError(f"The drafter {name!r} is unknown.")
+
+
+def group_size(config: dict[str, Any]) -> int:
     """Query heads of each head of keys and values, which limits drafts on Metal; 0 elsewhere."""
-    if device == "cpu" or not mx.metal.is_available():
+    if not mx.metal.is_available():
         return 0
     text = config.get("text_config") or config
     heads = int(text.get("num_attention_heads") or 1)
