@@ -125,6 +125,22 @@ def homes(ring: Ring, index: mx.array, width: int) -> mx.array:
     return mx.where(at < ring.size, at, ring.keep + (at - ring.size) % (ring.size - ring.keep))
 
 
+def writes(ring: Ring, position: mx.array, index: mx.array, width: int) -> mx.array:
+    """``Cycle.writes`` of each slot: [slots, width] int32."""
+    home, row = homes(ring, index, width), mx.arange(width)
+    away = (row > 0) & (position + width > ring.size)[:, None]
+    return mx.where(away, ring.size + (row - 1) % ring.spare, home)
+
+
+def targets(ring: Ring, position: mx.array, index: mx.array, width: int, kept: mx.array) -> mx.array:
+    """Where the drafts that ``writes`` put down are copied to when the first kept[r] rows are kept ([slots] int32; 0
+    where the slot is free): their homes, or where they stand already if they are not kept, or not for long. [slots,
+    width − 1] int32; no column twice."""
+    home, row = homes(ring, index, width), mx.arange(width)
+    last = (home < ring.keep) | (row + ring.size - ring.keep >= kept[:, None])
+    return mx.where((row < kept[:, None]) & last, home, writes(ring, position, index, width))[:, 1:]
+
+
 def seen(
     ring: Ring,
     position: mx.array,
@@ -132,29 +148,29 @@ def seen(
     width: int,
     window: int | None = None,
     columns: int | None = None,
-    straight: bool = False,
+    spare: bool = True,
 ) -> mx.array:
     """``Cycle.seen`` of each slot: [slots, width, columns + width − 1] bool.
 
-    The first ``columns`` (None: the ring's size) are the window's, then the drafts'. ``straight``: rows were written
-    at home, in a batch none of whose rows wraps: [slots, width, columns].
+    The first ``columns`` (None: the ring's size) are the window's, then the drafts'. ``spare``: False where no draft
+    stands in a spare row; then [slots, width, columns].
     """
     size, columns = ring.size, ring.size if columns is None else columns
     home, row = homes(ring, index, width), mx.arange(width)
     c, j = mx.arange(columns)[None, None], row[None, :, None]
     last = mx.minimum(position[:, None] + row, size - 1)[..., None]  # the last column that is held
     at = _within(ring, position, index, home, window)
-    if straight:
+    if not spare:
         return at(c, c <= last)
-    period = size - ring.keep
+    away, period = (position + width > size)[:, None, None], size - ring.keep
     first = home[:, :1, None]
     # the draft that first takes the place of what stands in column c (the root, where it was written)
     taken = mx.where(c >= first, c - first, mx.where(c >= ring.keep, size - first + c - ring.keep, _NEVER))
     taken = mx.where(c == first, mx.where(first < ring.keep, _NEVER, period), taken)
-    old = at(c, (c <= last) & (j < taken))
+    old = at(c, (c <= last) & (~away | (j < taken)))
     draft, its = row[None, None, 1:], home[:, None, 1:]
     again = mx.where(its < ring.keep, _NEVER, draft + period)
-    return mx.concatenate([old, at(its, (draft <= j) & (j < again))], axis=2)
+    return mx.concatenate([old, at(its, away & (draft <= j) & (j < again))], axis=2)
 
 
 def _within(ring: Ring, position: mx.array, index: mx.array, home: mx.array, window: int | None) -> Any:
@@ -170,12 +186,11 @@ def _within(ring: Ring, position: mx.array, index: mx.array, home: mx.array, win
     return lambda column, held: held & (all_of_it | ((column + n - oldest) % n >= n - window))
 
 
-def order(ring: Ring, index: mx.array, width: int, columns: int | None = None) -> mx.array:
-    """The columns of ``seen`` as single steps have them: [slots, columns + width − 1] int32, each draft beside the row
+def order(ring: Ring, index: mx.array, width: int) -> mx.array:
+    """The columns of ``seen`` as single steps have them: [slots, size + width − 1] int32, each draft beside the row
     that it takes the place of."""
-    columns = ring.size if columns is None else columns
     home = homes(ring, index, width)[:, 1:]
-    old = mx.broadcast_to(mx.arange(columns), (home.shape[0], columns))
+    old = mx.broadcast_to(mx.arange(ring.size), (home.shape[0], ring.size))
     places = mx.concatenate([old * width, home * width + mx.arange(1, width)], axis=1)
     return mx.argsort(places, axis=1).astype(mx.int32)
 

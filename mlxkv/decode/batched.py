@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 
-from ..cache.batch import Batch
+from ..cache.batch import Batch, BatchError
 from ..cache.recorder import Followed, Recorder
 from .pool import Pool, keep
 from .step import Steps
@@ -32,15 +33,36 @@ class Batched:
         return id(self), slot
 
     def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
+        with self._capturing(rungs) as track:
+            return self._steps.run(self.batch, inputs, track, self._pool)
+
+    def verify(self, inputs: mx.array) -> mx.array:
+        """Logits [slots, D, V] after ``inputs`` [slots, D] int32, each row's unprocessed token and then drafts, lazily;
+        ``commit`` must follow. Raises BatchError, with the rows as they were, where one has too few columns left."""
+        return self._steps.verify(self.batch, inputs, self._pool)
+
+    def commit(self, kept: Sequence[int], wanted: Mapping[int, int]) -> None:
+        """Row r keeps the first kept[r] tokens of the verify step, the unprocessed one counted; 0 for a free slot.
+        ``wanted``: slot -> position, in or at the end of what is kept, whose recurrent state is to be captured as far
+        as there is room for it. Nothing is evaluated. Raises BatchError for other numbers; nothing has changed then."""
+        before = self.batch.check_kept(list(kept)).before
+        for slot, position in wanted.items():
+            if not before[slot] < position <= before[slot] + kept[slot]:
+                raise BatchError(f"Row {slot} does not pass {position} with {kept[slot]} tokens from {before[slot]}.")
+        with self._capturing(wanted) as track:
+            self._steps.commit(self.batch, list(kept), track, self._pool)
+
+    @contextmanager
+    def _capturing(self, wanted: Mapping[int, int]) -> Iterator[Track | None]:
+        """Around what writes into the pool: slots for the rows (slot -> position) as far as there are any."""
         now: dict[int, tuple[int, int]] = {}
-        for slot, position in rungs.items():
+        for slot, position in wanted.items():
             if slot not in self._captures and len(now) < LANES:
                 into = self._pool.take(self._owner(slot))
                 if into is not None:
                     now[slot] = into, position
-        track = Track.of(self.slots, self._pool.dummy, now) if now else None
         try:
-            logits = self._steps.run(self.batch, inputs, track, self._pool)
+            yield Track.of(self.slots, self._pool.dummy, now) if now else None
         except BaseException:
             for slot in now:
                 self._pool.free_all(self._owner(slot))
@@ -48,7 +70,6 @@ class Batched:
         for slot, (into, _) in now.items():
             self._pool.capture(into, self._owner(slot))
         self._captures |= now
-        return logits
 
     def hold(self) -> Any:
         return self.batch.hold(), list(self._pool.arrays), dict(self._captures)
