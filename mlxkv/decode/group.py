@@ -135,6 +135,15 @@ class Group:
         """Where its rows stand, by slot."""
         return {slot: self.executor.position(slot) for slot in self.rows}
 
+    @property
+    def speculates(self) -> bool:
+        """Its next step may be a cycle."""
+        return False
+
+    def drain(self) -> list[Ended]:
+        """Nothing is drafted or in flight afterwards, and the state of each row stands at committed − 1; who ended."""
+        return self.settle()
+
     def settle(self) -> list[Ended]:
         """Read the tokens in flight and submit nothing; who ended."""
         self._remember()
@@ -145,7 +154,7 @@ class Group:
             self._say(said)
         return list(ended.values())
 
-    def step(self) -> list[Ended]:
+    def step(self, cycle: bool = True) -> list[Ended]:
         """Read the tokens in flight and submit the next step; who ended. Their states stood at committed − 1 when they
         were stored: a last token is not processed. Raises what a forward or a barrier raises: all rows failed then."""
         run = self.executor

@@ -121,8 +121,14 @@ class Seats:
         group.add(0, row)
         self.groups.append(group)
 
-    def step(self, group: Group) -> None:
-        """One step of a group. If it raises, the group's rows have failed: call ``discard``."""
+    def drain(self, group: Group) -> None:
+        """Say what is verified, and leave nothing of a group in flight. Fails as ``step`` does."""
+        self.touched = [group]
+        self._give_back(end.sequence for end in group.drain())
+
+    def step(self, group: Group, cycle: bool = True) -> None:
+        """One step of a group, a ``cycle`` where that is allowed and it speculates. If it raises, the group's rows have
+        failed: call ``discard``."""
         self.touched = [group]
         if isinstance(group.executor, Batched):
             capacity = group.executor.batch.capacity
@@ -130,7 +136,7 @@ class Seats:
                 self._settle(group)
                 self._lengthen(group, capacity + 1)
         if group.rows:
-            group.step()
+            group.step(cycle)
 
     def _lengthen(self, group: Group, need: int) -> None:
         """Room for ``need`` rows; where there is none, those who need them have failed, and the others go on."""
