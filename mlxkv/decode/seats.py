@@ -125,9 +125,14 @@ class Seats:
         group.add(0, row)
         self.groups.append(group)
 
+    def drain(self, group: Group) -> None:
+        """Say what is verified, and leave nothing of a group in flight. Fails as ``step`` does."""
+        self.touched = [group]
+        self._give_back(end.sequence for end in group.drain())
+
     def step(self, group: Group, cycle: bool = True) -> None:
-        """One step of a group, which may be a ``cycle``. If it raises, the group's rows have failed: call
-        ``discard``."""
+        """One step of a group, a ``cycle`` where that is allowed and it speculates. If it raises, the group's rows have
+        failed: call ``discard``."""
         self.touched = [group]
         if isinstance(group.executor, Batched):
             capacity = group.executor.batch.capacity
