@@ -131,9 +131,7 @@ def _module(config: dict[str, Any]) -> Any:
         return None
 
 
-def _sanitised(
-    model: type[nn.Module], args: Any, weights: Mapping[str, mx.array], layers: int
-) -> dict[str, mx.array]:
+def _sanitised(model: type[nn.Module], args: Any, weights: Mapping[str, mx.array], layers: int) -> dict[str, mx.array]:
     """The tensors after the architecture's own clean-up, as if the head's layers were all there are: it stacks
     experts, splits what MLA absorbs and unpacks fp8. Raises Misfit."""
     only: Any = model.__new__(model)  # its clean-up asks for nothing but its arguments

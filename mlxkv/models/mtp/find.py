@@ -67,9 +67,7 @@ def open_head(path: Path, config: dict[str, Any]) -> tuple[Found, Opened | None]
     return Found((), False, " ".join(tensors.damaged)), None
 
 
-def _opened(
-    tensors: Tensors, layout: Layout, names: list[str], config: dict[str, Any]
-) -> tuple[Found, Opened | None]:
+def _opened(tensors: Tensors, layout: Layout, names: list[str], config: dict[str, Any]) -> tuple[Found, Opened | None]:
     files = tensors.source(names)
     held = {name for file in files for name in file.shapes} & set(names)
     paths = tuple(file.path for file in files)

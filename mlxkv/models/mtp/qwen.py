@@ -34,8 +34,9 @@ class QwenHead(Head):
         self.pre_fc_norm_embedding = nn.RMSNorm(size, eps=eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(size, eps=eps)
         self.norm = nn.RMSNorm(size, eps=eps)
-        layer: Any = qwen3_5.DecoderLayer if isinstance(args, qwen3_5.TextModelArgs) else qwen3_next.Qwen3NextDecoderLayer
-        self.family = "Qwen3.5" if layer is qwen3_5.DecoderLayer else "Qwen3-Next"
+        older = isinstance(args, qwen3_next.ModelArgs)
+        self.family = "Qwen3-Next" if older else "Qwen3.5"
+        layer: Any = qwen3_next.Qwen3NextDecoderLayer if older else qwen3_5.DecoderLayer
         # the layer of an index that ends an interval is the one with full attention
         self.layers = [layer(args, args.full_attention_interval - 1) for _ in range(n_layers)]
 
