@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from ..cache.member import UnknownCache
 from ..cache.rewind import check_drafts, most_drafts, why_not
-from ..cache.ring import with_rings
 from ..cache.state import SequenceState, members_of
 from ..errors import ConfigError
 from ..models import Loaded

@@ -280,7 +280,9 @@ class Group:
         for slot, row in rows.items():
             at, tokens = run.position(slot), len(row.sequence.tokens)
             if at != before[slot] + kept[slot] or (slot not in ended and at != tokens - 1):
-                raise PositionError(f"A row stands at {at} after a cycle that began at {before[slot]}: {tokens} tokens.")
+                raise PositionError(
+                    f"A row stands at {at} after a cycle that began at {before[slot]}: {tokens} tokens."
+                )
         for slot in wanted:
             if run.due(slot, False):  # before what the forward left for it is gone
                 mx.eval(run.live())
@@ -386,7 +388,9 @@ class Group:
         recorder = row.sequence.recorder
         if recorder is None or position <= row.flushed:
             return False
-        return position - row.flushed >= recorder.reach - width or self.executor.due(slot, row.sequence.is_rung(position))
+        return position - row.flushed >= recorder.reach - width or self.executor.due(
+            slot, row.sequence.is_rung(position)
+        )
 
     def flush(self, slot: int) -> None:
         """Copy out what the store has not been given of a row, a state at a rung too. All is evaluated."""

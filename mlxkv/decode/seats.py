@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ..cache.batch import Batch, BatchError, obstacle
+from ..cache.batch import Batch, BatchError, obstacle, obstacle_of_drafts
 from ..cache.state import SequenceState
 from . import grouping
 from .batched import Batched
@@ -36,7 +36,8 @@ class Seats:
     def __init__(self, rt: Runtime, max_rows: int, compile: Compile) -> None:
         self._rt = rt
         self.groups: list[Group] = []
-        self.steps = Steps(rt.model, compile=compile)
+        journals = rt.drafting.journals if rt.drafting is not None else None
+        self.steps = Steps(rt.model, compile=compile, journals=journals)
         self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None and rt.store is not None else Pool([], 0)
         #: None where nothing drafts
         self.speculation = None if rt.drafting is None else Speculation(rt.drafting.drafter, rt.drafting.depth())
@@ -49,6 +50,8 @@ class Seats:
         #: why rows take turns instead of sharing a batch
         self.obstacle: str | None = None if rt.live is not None else "its state has no known layout"
         self._asked = False
+        #: drafts of a cycle of several rows at most; 0 where such a forward is not what single steps are
+        self._drafts = rt.drafting.most if rt.drafting is not None else 0
         #: for so many calls no change of groups is tried: there was no room for the last one
         self._patience = 0
 
@@ -87,6 +90,11 @@ class Seats:
             self.obstacle = obstacle(rt.model, rt.make_cache, rt.live)
             if self.obstacle:
                 log.info("requests take turns: %s", self.obstacle)
+            elif rt.drafting is not None:
+                why = obstacle_of_drafts(rt.model, rt.make_cache, rt.live, rt.drafting.journals, self._drafts)
+                if why:
+                    log.info("nothing is drafted for several requests at once: %s", why)
+                    self._drafts = 0
         return self.obstacle is None
 
     # coming and going
@@ -330,10 +338,10 @@ class Seats:
             fits(rt.memory, self.pool, self.pool.full_nbytes, capacity)
             rt.memory.charge("snapshots", self.pool, self.pool.full_nbytes)
         with self._paying(group, None, (slots, capacity)):
-            batch = Batch(rt.make_cache, rt.live, slots, capacity)
+            batch = Batch(rt.make_cache, rt.live, slots, capacity, spare=self._drafts)
             batch.join(0, solo.state)
             mx.eval(batch.live())
-        group.executor = batched = Batched(batch, self.steps, self.pool)
+        group.executor = batched = Batched(batch, self.steps, self.pool, self._drafts)
         group.renumber({0: 0})
         self._give_back([row.sequence])
         return batched
