@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.batch import Batch, BatchError
+from ..cache.batch.head import BatchHead
 from ..cache.recorder import Followed, Recorder
 from .pool import Pool, keep
 from .step import Steps
@@ -28,6 +29,11 @@ class Batched:
     @property
     def slots(self) -> int:
         return self.batch.slots
+
+    @property
+    def heads(self) -> BatchHead | None:
+        """The prediction head's caches of its rows, where the model has a head."""
+        return next(iter(self.batch.heads), None)
 
     def _owner(self, slot: int) -> tuple[int, int]:
         return id(self), slot

@@ -34,7 +34,8 @@ log = logging.getLogger("mlxkv.engine")
 
 Compile = Literal["auto", "on", "off"]
 #: capacity, slots, rows of the pool, what is done, tokens a row
-Key = tuple[int, int, int, Literal["step", "verify", "commit"], int]
+What = Literal["step", "verify", "commit"]
+Key = tuple[int, int, int, What, int]
 
 #: compiled functions that live; a trace is never dropped but with its function
 MOST = 16
@@ -96,8 +97,10 @@ class Steps:
     def knows(self, slots: int, capacity: int, widths: Iterable[int] = ()) -> bool:
         """Whether steps of this shape need no trace, verify steps of ``widths`` included: they were traced, or would
         not be compiled."""
-        wanted = {("step", 1), *((what, w) for w in widths for what in ("verify", "commit"))}
-        known = {key[3:]: s for key, s in self._shapes.items() if key[:2] == (capacity, slots)}
+        wanted: set[tuple[What, int]] = {("step", 1)}
+        for width in widths:
+            wanted |= {("verify", width), ("commit", width)}
+        known = {(key[3], key[4]): s for key, s in self._shapes.items() if key[:2] == (capacity, slots)}
         if not known.keys() >= wanted:
             return not self._wants_compiled()
         return all(known[key].traced or not known[key].wants_compiled for key in wanted)
@@ -163,10 +166,10 @@ class Steps:
 
     # which of the two
 
-    def _key(self, batch: Batch, pool: Pool | None, what: Literal["step", "verify", "commit"], width: int) -> Key:
+    def _key(self, batch: Batch, pool: Pool | None, what: What, width: int) -> Key:
         return batch.capacity, batch.slots, pool.dummy + 1 if pool else 0, what, width
 
-    def _shape(self, batch: Batch, pool: Pool | None, what: Literal["step", "verify", "commit"], width: int) -> Traced:
+    def _shape(self, batch: Batch, pool: Pool | None, what: What, width: int) -> Traced:
         key = self._key(batch, pool, what, width)
         if key not in self._shapes:
             self._shapes[key] = Traced(self._wants_compiled())

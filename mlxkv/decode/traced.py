@@ -32,9 +32,9 @@ class Traced:
         self._cell: list[Any] = []
 
     def compiled(self, body: Callable[..., Out], subject: Any, args: tuple[Any, ...]) -> Out:
-        """``body(subject, *args)``, compiled. args: arrays and lists of arrays; shapes and dtypes are those of the first
-        call. ``body`` reads nothing else that may change, and of ``subject`` only what follows from the shapes: a trace
-        is of shapes, and keeps no subject."""
+        """``body(subject, *args)``, compiled. args: arrays and lists of arrays; shapes and dtypes are those of the
+        first call. ``body`` reads nothing else that may change, and of ``subject`` only what follows from the shapes: a
+        trace is of shapes, and keeps no subject."""
         if self._function is None:
             cell = self._cell
             self._function = mx.compile(lambda *args: body(cell[0], *args))

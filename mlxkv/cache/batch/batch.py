@@ -60,7 +60,7 @@ class Batch:
         #: what the model is called with, ids [slots, D]
         self.caches: list[Any] = self._forms(make_cache(), live)
         self._leaves: list[Form] = list(_leaves(self.caches))
-        self._heads = [form for form in self._leaves if isinstance(form, BatchHead)]
+        self.heads = [form for form in self._leaves if isinstance(form, BatchHead)]
         #: those that a journal speaks of
         self.recurrent = [form for form in self._leaves if isinstance(form, BatchRecurrent)]
         self._counts = [len(form.arrays()) for form in self._leaves]
@@ -245,7 +245,7 @@ class Batch:
             form.begin()
         try:
             logits = model(ids, cache=self.caches)
-            return logits, [a for form in self._heads for a in form.emitted()]
+            return logits, [a for form in self.heads for a in form.emitted()]
         finally:
             for form in self._leaves:
                 form.end()
@@ -281,7 +281,8 @@ class Batch:
             logits, emitted = self._call(model, ids, where, columns)
         for form, arrays in before:
             if journal is None or not journal.covers(form):
-                raise BatchError("A recurrent layer of this model keeps no journal: it cannot take back tokens.")
+                at = next(p for f, p in zip(self._leaves, _paths(self.caches), strict=True) if f is form)
+                raise BatchError(f"Layer {'.'.join(map(str, at))} is recurrent and keeps no journal of its inputs.")
             form.bind(arrays)
         return logits, emitted, journal if before else None
 
@@ -374,7 +375,7 @@ class Batch:
     def shown(self, ids: mx.array, emitted: list[mx.array]) -> None:
         """Give heads what a step of these ``ids`` [slots], or a verify step of [slots, D], left for them. Of the latter
         they keep what ``commit`` says."""
-        for form, hidden in zip(self._heads, emitted, strict=True):
+        for form, hidden in zip(self.heads, emitted, strict=True):
             if ids.ndim == 1:
                 form.shown(ids[:, None], hidden)
             else:
@@ -383,7 +384,7 @@ class Batch:
     def live(self) -> list[mx.array]:
         """All arrays that a step must evaluate."""
         journal = self.verified.journal.arrays() if self.verified and self.verified.journal else []
-        return self.arrays() + journal + [a for form in self._heads for a in form.live()]
+        return self.arrays() + journal + [a for form in self.heads for a in form.live()]
 
     def hold(self) -> tuple[Any, ...]:
         """Second handles on all that the next step rebinds. While they live, MLX cannot donate the buffers. Rows must

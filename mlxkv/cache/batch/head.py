@@ -85,9 +85,8 @@ class BatchHead(Form):
         head = self.heads[slot]
         steps = self._steps[self._next[slot] - self._first :] if head is not None else ()
         if head is not None and steps:
-            tokens, hidden = zip(
-                *((a[slot : slot + 1, : s.kept[slot]] for a in s.arrays()) for s in steps), strict=True
-            )
+            tokens = [step.tokens[slot : slot + 1, : step.kept[slot]] for step in steps]
+            hidden = [step.hidden[slot : slot + 1, : step.kept[slot]] for step in steps]
             head.observe(mx.concatenate(tokens, axis=1), mx.concatenate(hidden, axis=1))
         self._next[slot] = self._first + len(self._steps)
 

@@ -87,7 +87,7 @@ class BatchRows(Form, _BaseCache):
         return self.keys[:, :, :n], self.values[:, :, :n]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
-        if N != self.place.width:
+        if self.place.width != N:
             raise BatchError(f"This step of a batch takes {self.place.width} tokens a row, not {N}.")
         return self.place.mask(self.place.read(self.columns), window_size, self.ring)
 
