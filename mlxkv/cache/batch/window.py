@@ -20,7 +20,7 @@ from ..member import Arrays, Member
 from .form import BatchError, moved
 from .journal import Journal
 from .place import Place, Ring, Seat
-from .rows import BatchRows, empty
+from .rows import BatchRows, empty, filled
 
 
 def settled(cache: RotatingKVCache) -> tuple[Arrays, int]:
@@ -44,7 +44,11 @@ WINDOWS = (RotatingKVCache, rings.RingKVCache)
 
 class BatchWindow(BatchRows):
     """``keys``, ``values``: [slots, heads, min(max_size, capacity) + tail, width]. A batch none of whose rows can wrap
-    has no tail."""
+    has no tail.
+
+    ``drafts``: keys and values [slots, heads, spare, width] of the drafts of the last verify step. What is kept of them
+    is taken from there: a read of ``keys`` in the step that writes into them would make MLX copy all of them.
+    """
 
     replays = True
 
@@ -54,6 +58,7 @@ class BatchWindow(BatchRows):
         self.max_size, self.keep, self.spare = ring.max_size, ring.keep, spare
         self._fit(capacity)
         self.rebind(empty(spec, slots, self.columns + self.tail))
+        self.drafts = list(empty(spec, slots, spare).values()) if spare else []
 
     def _fit(self, capacity: int) -> None:
         self.columns = min(self.max_size, capacity)
@@ -69,17 +74,29 @@ class BatchWindow(BatchRows):
         drafts = self.place.width - 1
         if self.wraps and drafts > self.tail:
             raise BatchError(f"A window of {self.max_size} rows, {self.tail} spare, cannot take {drafts} drafts back.")
+        if drafts and self.tail:
+            both = zip((keys, values), self.drafts, strict=True)
+            self.drafts = [filled(a[:, :, 1:], self.spare).astype(d.dtype) for a, d in both]
         return super().update_and_fetch(keys, values)
+
+    def arrays(self) -> list[mx.array]:
+        return super().arrays() + self.drafts
+
+    def bind(self, arrays: list[mx.array]) -> None:
+        super().bind(arrays[:2])
+        self.drafts = list(arrays[2:])
 
     def _drafts(self) -> bool:
         """Whether attention reads drafts in the tail: not where no row of this step wraps."""
         columns = self.place.columns
         return self.place.width > 1 and self.tail > 0 and (columns is None or columns > self.max_size)
 
+    def _numbers(self) -> rings.Ring:
+        return rings.Ring(self.max_size, self.keep, max(self.spare, 1))
+
     def _shared(self, name: str, make: Callable[..., mx.array], *more: Any) -> mx.array:
         """``make(ring, …)`` for this step, once for all windows of one kind."""
-        place = self.place
-        ring = rings.Ring(self.max_size, self.keep, max(self.spare, 1))
+        place, ring = self.place, self._numbers()
         where = (place.index(self.ring),) if make is rings.order else (place.offsets, place.index(self.ring))
         return place.once((name, self.ring.number, *more), lambda: make(ring, *where, place.width, *more))
 
@@ -121,20 +138,16 @@ class BatchWindow(BatchRows):
     def replay(self, kept: mx.array, journal: Journal | None) -> None:
         if not self.tail:  # drafts stand where they belong
             return
-        self.rebind({name: self._settled(array, kept) for name, array in self.parts().items()})
-
-    def _settled(self, array: mx.array, kept: mx.array) -> mx.array:
-        if array.shape[3] == 0:
-            return array
-        source = self._along(self._shared("writes", rings.writes)[:, 1:], array)
-        place = self.place
-        ring = rings.Ring(self.max_size, self.keep, max(self.spare, 1))
+        place, ring = self.place, self._numbers()
         to = place.once(
             ("targets", self.ring.number),
             lambda: rings.targets(ring, place.offsets, place.index(self.ring), place.width, kept),
         )
-        # what is read is copied before it is written over: both in the same buffer
-        return mx.put_along_axis(array, self._along(to, array), mx.take_along_axis(array, source, axis=2), axis=2)
+        both = zip((self.keys, self.values), self.drafts, strict=True)
+        self.keys, self.values = (
+            mx.put_along_axis(a, self._along(to, a), d[:, :, : place.width - 1], axis=2) if a.shape[3] else a
+            for a, d in both
+        )
 
     # rows come and go
 
@@ -160,6 +173,7 @@ class BatchWindow(BatchRows):
         self.rebind(
             {name: moved(a, (slots, a.shape[1], columns, a.shape[3]), keep, rows) for name, a in self.parts().items()}
         )
+        self.drafts = [mx.zeros((slots, *d.shape[1:]), d.dtype) for d in self.drafts]
 
     def row(self, seat: Seat, path: tuple[int, ...]) -> list[Member]:
         return [Window(_Row(self, seat), path)]  # type: ignore[arg-type]
