@@ -12,7 +12,8 @@ from mlxkv.cache.layout import probe
 from mlxkv.decode import step as step_module
 from mlxkv.decode.pool import Pool
 from mlxkv.decode.runtime import open_runtime  # noqa: F401 - prepares numerics before a model is built
-from mlxkv.decode.step import Compile, Race, Steps
+from mlxkv.decode.step import Compile, Steps
+from mlxkv.decode.traced import Race
 from mlxkv.decode.tracking import Track
 from tests import tiny
 from tests.cache.batch.schedules import Schedule, Twin, apart, tolerance
