@@ -80,7 +80,7 @@ class Accepted:
     def seen(self, place: int) -> float:
         return self._seen[place]
 
-    def rate(self, place: int, guess: float, weight: float) -> float:
+    def rate(self, place: int, guess: float, weight: float = WEIGHT) -> float:
         """Of the draft at ``place`` (from 0), where ``guess`` counts for ``weight`` drafts."""
         return (self._right[place] + weight * guess) / (self._seen[place] + weight)
 
@@ -116,7 +116,7 @@ class History:
     def __init__(self, engine: Accepted) -> None:
         self.accepted, self.engine = Accepted(FADE), engine
         # where earlier ones had nothing accepted, the second try waits longer
-        hopeless = engine.seen(0) > 8 and engine.rate(0, GUESS, WEIGHT) < HOPELESS
+        hopeless = engine.seen(0) > 8 and engine.rate(0, GUESS) < HOPELESS
         self.course = Course(8 * PARK if hopeless else PARK)
 
     def rates(self, k: int) -> list[float]:
@@ -125,7 +125,7 @@ class History:
         found: list[float] = []
         before = GUESS
         for place in range(k):
-            there = self.engine.rate(place, before, WEIGHT)
+            there = self.engine.rate(place, before)
             guess = there if place == 0 else min(0.98, found[-1] * there / max(before, 1e-3))
             found.append(self.accepted.rate(place, guess, WEIGHT if place == 0 else 2 * WEIGHT))
             before = there
@@ -153,24 +153,31 @@ class Costs:
         self._times: dict[int, deque[float]] = {}
         #: what was typical of a shape when the others were last changed with it
         self._was: dict[int, float] = {}
+        #: answers, until there is another measurement
+        self._usual: dict[int, float] = {}
+        self._answers: dict[int, float] = {}
 
     def add(self, k: int, seconds: float) -> None:
         times = self._times.setdefault(k, deque(maxlen=KEPT))
         times.append(seconds)
+        self._answers.clear()
+        self._usual[k] = usual = typical(times)
         if len(times) < KEPT:
             return
-        change = typical(times) / self._was.setdefault(k, typical(times))
+        change = usual / self._was.setdefault(k, usual)
         if not 1 / SHIFT < change < SHIFT:
             for other in self._times:
                 if other != k:
                     self._times[other] = deque((t * change for t in self._times[other]), maxlen=KEPT)
+                    self._usual[other] *= change
                     self._was.pop(other, None)
-            self._was[k] = typical(times)
+            self._was[k] = usual
 
     def forget(self, k: int) -> None:
         """What is known of it is old."""
-        self._times.pop(k, None)
-        self._was.pop(k, None)
+        for known in (self._times, self._was, self._usual):
+            known.pop(k, None)
+        self._answers.clear()
 
     def known(self, k: int) -> int:
         """How often it was measured, lately."""
@@ -184,14 +191,22 @@ class Costs:
     @property
     def plain(self) -> float:
         """Seconds of a plain step; 0 before there was one."""
-        return typical(self._times[0]) if self.known(0) else 0.0
+        return self._usual.get(0, 0.0)
 
     def cycle(self, k: int, like: Costs | None = None) -> float:
         """Seconds of a cycle with ``k`` drafts. Where that was not measured: as those that were and cost most nearly as
         much, then in proportion as with ``like``, then as one may guess. Plain steps were measured."""
+        if k in self._answers:
+            return self._answers[k]
+        if not self.deepest:
+            return self._cycle(k, like)
+        self._answers[k] = seconds = self._cycle(k, None)
+        return seconds
+
+    def _cycle(self, k: int, like: Costs | None) -> float:
         times, least = self._times.get(k, ()), LEAST * self.plain
         if len(times) >= NEEDED:
-            return max(typical(times), least)
+            return max(self._usual[k], least)
         # first ones may have waited for a kernel that was built: they are not believed until there are others
         return max(least, min([1.25 ** len(times) * self._guess(k, like), *times]))
 
@@ -209,9 +224,9 @@ class Costs:
         elif len(known) > 1:
             (a, b) = (below[-2], below[-1]) if below else (above[0], above[1])
         else:  # a part of what is above a plain step is the drafts'
-            at = typical(self._times[known[0]])
+            at = self._usual[known[0]]
             return max(plain, at + (at - plain) * DRAFT / (CYCLE - 1 + DRAFT * known[0]) * (k - known[0]))
-        at_a, at_b = (typical(self._times[n]) for n in (a, b))
+        at_a, at_b = self._usual[a], self._usual[b]
         slope = max(0.0, (at_b - at_a) / (b - a))
         return max(at_b + slope * (k - b), plain)
 
@@ -246,7 +261,7 @@ class Depth:
         if self.fixed is not None or not limit or not rows:
             return limit
         course, costs = self._course(rows), self._costs_of(len(rows))
-        if costs.known(0) < NEEDED or course.steps or course.silent:
+        if costs.known(0) < NEEDED or course.steps or course.silent or (course.wait and not course.k):
             return 0
         best, gain = self._best(rows, course, costs, limit)
         if best:
@@ -256,7 +271,7 @@ class Depth:
             return self._tried(rows, course, costs, limit) or best
         expected = sum(row.tokens(1)[1] for row in rows) / len(rows)
         lost = costs.cycle(1, self._like(len(rows))) / costs.plain - expected
-        return 1 if course.wait <= 0 and self.allowance >= min(lost, ALLOWANCE) else 0
+        return 1 if self.allowance >= min(lost, ALLOWANCE) else 0
 
     def _best(self, rows: Sequence[History], course: Course, costs: Costs, limit: int) -> tuple[int, float]:
         """The depth that gives the most tokens a second, 0 for plain steps, and what it gains: its tokens a second over

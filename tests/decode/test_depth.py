@@ -162,7 +162,7 @@ def test_rows_of_one_batch_are_summed():
         for _ in range(5):
             depth.stepped(others, 1.0)
         for _ in range(3):
-            depth.cycled(others, 2, [1, 1], 1.3)
+            depth.cycled(others, 2, [2, 2], 1.3)
         assert bool(depth.next(histories)) is drafts
 
 
