@@ -313,7 +313,13 @@ class Engine:
             with self._wake:
                 self._status = loop.status()
 
-        loop.changed = publish
+        def look() -> None:
+            with self._wake:
+                loop.tickets.extend(self._queue)
+                self._queue.clear()
+                self._status = replace(self._status, queued=len(loop.tickets))
+
+        loop.changed, loop.look = publish, look
         while True:
             with self._wake:
                 if loop.idle:
@@ -324,9 +330,7 @@ class Engine:
                         loop.rest()
                 if self._closing:
                     break
-                loop.tickets.extend(self._queue)
-                self._queue.clear()
-                self._status = replace(self._status, queued=len(loop.tickets))
+                look()
                 questions, self._asked = list(self._asked), deque()
             while questions:
                 questions.pop(0).ask(loop)

@@ -83,7 +83,8 @@ class Options:
 class EngineInfo:
     """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``disk_off`` why nothing
     is kept on disk, though in RAM, None if it is; ``reads_disk``: what is on disk is served. ``layout`` names the state
-    kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens."""
+    kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens.
+    ``drafter``: what drafts, None where nothing does (``drafts_off`` says why); ``drafts``: at most so many a cycle."""
 
     name: str
     path: Path
@@ -99,3 +100,6 @@ class EngineInfo:
     disk_off: str | None = None
     reads_disk: bool = True
     notes: tuple[str, ...] = ()
+    drafter: str | None = None
+    drafts: int = 0
+    drafts_off: str | None = None
