@@ -97,7 +97,7 @@ def pairs(draw):
     return (size, keep, spare, window), draw(st.lists(moves, min_size=4, max_size=14))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(pairs())
 def test_any_run_of_cycles_steps_and_chunks_is_that_of_single_steps(case):
     numbers, moves = case
@@ -113,15 +113,12 @@ def test_any_run_of_cycles_steps_and_chunks_is_that_of_single_steps(case):
 @pytest.mark.parametrize("keep", [0, 2])
 def test_every_width_and_every_number_kept_around_the_wrap(keep):
     size, spare = 7, 8
-    for start in (3, size - 1, size, size + 3):
-        for width in range(2, spare + 2):
+    for width in range(2, spare + 2):
+        for start in (3, size - 1, size):
+            pair = Pair(size, keep, spare, None)
+            pair.plain(1, start)
             for kept in (1, width // 2 + 1, width):
-                pair = Pair(size, keep, spare, None)
-                pair.plain(1, start - 1)
-                pair.plain(2, 1)
-                pair.cycle(3, width, kept)
-                pair.plain(4, 1)
-                pair.cycle(5, width, kept)
+                pair.cycle(kept + 2, width, kept)
 
 
 def test_in_place_values_are_the_same_and_nothing_is_copied(monkeypatch):
