@@ -17,7 +17,7 @@ class Covers(Protocol):
 
 def most_drafts(member: Member, journal: Covers | None) -> int | None:
     """How many drafts ``member`` can take back; None for any number."""
-    if member.record == "state" and journal is not None and journal.covers(member.cache):
+    if member.kind == "recurrent" and journal is not None and journal.covers(member.cache):
         return None
     return member.most_drafts()
 

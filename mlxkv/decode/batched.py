@@ -18,10 +18,10 @@ from .tracking import LANES, Track
 
 class Batched:
     """``batch`` has the rows' states. A row owns at most one slot of the pool at a time; without a free one a rung goes
-    by, which is a miss later."""
+    by, which is a miss later. ``drafts``: of one verify step at most."""
 
-    def __init__(self, batch: Batch, steps: Steps, pool: Pool) -> None:
-        self.batch, self._steps, self._pool = batch, steps, pool
+    def __init__(self, batch: Batch, steps: Steps, pool: Pool, drafts: int = 0) -> None:
+        self.batch, self._steps, self._pool, self._drafts = batch, steps, pool, drafts
         #: slot -> (pool slot, position) of a state that was captured, or is by the step in flight
         self._places = batch.tracked()
         self._captures: dict[int, tuple[int, int]] = {}
@@ -38,13 +38,16 @@ class Batched:
     def _owner(self, slot: int) -> tuple[int, int]:
         return id(self), slot
 
+    def widest(self) -> int:
+        room = self.batch.capacity - max((self.position(slot) for slot in self.batch.rows), default=0)
+        return max(1, min(1 + self._drafts, room))
+
     def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
         with self._capturing(rungs) as track:
             return self._steps.run(self.batch, inputs, track, self._pool)
 
     def verify(self, inputs: mx.array) -> mx.array:
-        """Logits [slots, D, V] after ``inputs`` [slots, D] int32, each row's unprocessed token and then drafts, lazily;
-        ``commit`` must follow. Raises BatchError, with the rows as they were, where one has too few columns left."""
+        """Raises BatchError, with the rows as they were, where one has too few columns left."""
         return self._steps.verify(self.batch, inputs, self._pool)
 
     def commit(self, kept: Sequence[int], wanted: Mapping[int, int]) -> None:

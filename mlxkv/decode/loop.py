@@ -20,6 +20,7 @@ from ..cache.state import SequenceState
 from ..errors import EngineClosed, EngineError, MlxkvError
 from .batched import Batched
 from .group import Group
+from .handoff import Event, Handoff, Picture, State
 from .memory import TOKEN_BYTES, Memory, give_back
 from .options import Options
 from .pace import Ladder, Pace
@@ -36,6 +37,9 @@ from .ticket import Ticket
 
 log = logging.getLogger("mlxkv.engine")
 
+#: times that a stream which could make a step looks for newcomers first; then the others wait for a plain one
+LOOKS = 4
+
 
 class Loop:
     """``failed`` is told of errors that may be the device's; it gives back the error that requests are told."""
@@ -46,6 +50,8 @@ class Loop:
         self._max_rows = options.max_rows
         self._ladder, self._pace = Ladder.up_to(rt.chunk), Pace()
         self._admission, self._turns, self._rounds = Admission(), Turns(), Rounds()
+        #: how a stream that speculates lets others in
+        self.handoff = Handoff()
         self.tickets: deque[Ticket] = deque()
         #: prompts that wait for room, in the order in which they came
         self.waiting: list[Sequence] = []
@@ -55,10 +61,14 @@ class Loop:
         #: rows of the caches of those who do not decode yet
         self._allotments: dict[Sequence, Allotment] = {}
         self._steps, self._step_s = 0, 0.0
+        #: seconds that chunks took since the last step
+        self._chunk_s = 0.0
         self._rested = 0
         self._admitted = False
         #: told when somebody was admitted, within a turn
         self.changed: Callable[[], None] = lambda: None
+        #: puts what was queued meanwhile into ``tickets``
+        self.look: Callable[[], None] = lambda: None
 
     # what others see
 
@@ -108,6 +118,8 @@ class Loop:
             traces=self.seats.steps.traces,
             memory=memory.ledger(),
             turns=self.seats.obstacle,
+            handoff=self.handoff.state.value,
+            handoffs=self.handoff.changes(),
         )
 
     def allotted(self, sequence: Sequence) -> int:
@@ -128,6 +140,7 @@ class Loop:
         self._admit()
         self.changed()
         self._restore()
+        self._see()
         groups = self.groups
         step = self._rounds.next(groups) if groups else None
         if step is None or step.first:
@@ -139,6 +152,7 @@ class Loop:
             self._step(step.group)  # type: ignore[arg-type]
         if self.prefills:
             self._greet()
+        self._see()
         self.rt.memory.measure()
         if not (self.prefills or self.groups):
             self._wait()
@@ -170,6 +184,7 @@ class Loop:
 
     def close(self) -> None:
         """Everybody leaves: who was admitted as cancelled, the others with an error."""
+        self.handoff.on(Event.SHUT_DOWN)
 
         def closed() -> EngineClosed:  # each its own: whoever raises it adds to its traceback
             return EngineClosed("The engine was closed before this request was answered.")
@@ -183,6 +198,7 @@ class Loop:
             self._cancel(sequence)
         if self.active:  # what could not be taken out in order
             self.reset(closed())
+        self._see()
         self.seats.tidy()  # no turn comes that would
 
     def give_up(self, error: BaseException) -> None:
@@ -194,6 +210,7 @@ class Loop:
 
     def reset(self, error: BaseException) -> None:
         """Nothing that is here can be trusted: all that were taken in have failed. Who was not is still answered."""
+        self.handoff.on(Event.FAILED)
         lost = [*self.waiting, *self.restoring, *self.prefills, *self.seats.clear()]
         self._tell_ended()
         for sequence in lost:
@@ -205,12 +222,70 @@ class Loop:
                 sequence.fail(error)
         for books in (self.waiting, self.restoring, self.prefills, self._allotments):
             books.clear()
+        self._see()
         self._forget()
+
+    # the handoff
+
+    @property
+    def _streams(self) -> list[Group]:
+        """Groups whose next step may be a cycle."""
+        return [group for group in self.groups if group.rows and group.speculates]
+
+    @property
+    def _hands_over(self) -> bool:
+        """A stream speculates, or did: who comes has its first chunk before the next step of anybody."""
+        return self.handoff.state is not State.IDLE
+
+    def _new(self) -> list[Sequence]:
+        """Whose prompts have not had their first chunk."""
+        return [s for s, p in self.prefills.items() if p.remaining and not p.chunks]
+
+    def _see(self) -> None:
+        """Tell the handoff what there is."""
+        through, new = sum(p.remaining == 0 for p in self.prefills.values()), len(self._new())
+        self.handoff.see(
+            Picture(
+                streams=len(self._streams),
+                rows=self.seats.rows,
+                newcomers=len(self.tickets) + new,
+                reading=len(self.prefills) - through - new,
+                through=through,
+            )
+        )
+
+    def _let_in(self) -> None:
+        """Before a step: whoever was queued up to now has its first chunk, if it can have one. Those who come faster
+        than that wait for one step, which is no cycle."""
+        for _ in range(LOOKS):
+            self.look()
+            if not (self.tickets or self._new()):
+                break
+            self._receive()
+            self._leave()
+            self._admit()
+            self.changed()
+            self._restore()
+            self._see()
+            self._seat()
+            self._chunks(self._new())
+        else:
+            self.look()
+        self._see()
+
+    def _drain(self) -> None:
+        """Nothing of the streams is in flight, if somebody waits for that."""
+        if self.handoff.state is State.DRAINING:
+            for group in self._streams:
+                with self._changing():
+                    self.seats.drain(group)
+            self._see()
 
     # requests
 
     def _receive(self) -> None:
-        """Build prompts: one a turn while others decode, whose tokens would wait for it."""
+        """Build prompts: one a turn while others decode, whose tokens would wait for it; where a stream speculates,
+        all: its next step waits for their first chunks."""
         while self.tickets:
             ticket = self.tickets.popleft()
             if ticket.cancelled:
@@ -224,7 +299,7 @@ class Loop:
                 ticket.fail(self._its_own(e))
                 continue
             self.waiting.append(sequence)
-            if self.groups:
+            if self.groups and not self._hands_over:
                 break
 
     def _refuse_what_never_fits(self, sequence: Sequence) -> None:
@@ -242,6 +317,7 @@ class Loop:
             self._cancel(sequence)
 
     def _cancel(self, sequence: Sequence) -> None:
+        self.handoff.on(Event.CANCELLED)
         try:
             if sequence in self.restoring:
                 self.restoring.pop(sequence).cancel()
@@ -329,16 +405,45 @@ class Loop:
     # work
 
     def _read(self) -> None:
-        """A chunk of one prompt; those that are read, or restored to their end, begin to decode."""
-        for sequence in [s for s, p in self.prefills.items() if p.remaining == 0]:
-            self._place(sequence)
+        """A chunk of one prompt, and where a stream speculates of all that have had none; those that are read, or
+        restored to their end, begin to decode."""
+        self._seat()
         if not self.prefills:
             return
         key: Any = self._turns.next({s: p.remaining for s, p in self.prefills.items()})
+        # who has had a chunk is not in the way of who has not
+        new = [s for s in self._new() if s is not key] if self._hands_over else []
+        self._chunks([*new, key])
+
+    def _seat(self) -> None:
+        self._drain()
+        for sequence in [s for s, p in self.prefills.items() if p.remaining == 0]:
+            self._place(sequence)
+
+    def _chunks(self, chosen: list[Sequence]) -> None:
+        """A chunk of each, in what is left of the time between two steps; the shortest prompt's first."""
+        chosen.sort(key=lambda s: (self.prefills[s].chunks > 0, self.prefills[s].remaining))
+        for i, sequence in enumerate(chosen):
+            self._turns.besides(sequence)
+            if sequence in self.prefills:  # it may have been lost with another
+                self._chunk(sequence, len(chosen) - i, self._chunk_s if self._hands_over else 0.0)
+
+    def _chunk(self, key: Sequence, among: int, spent: float) -> None:
+        """A chunk of this prompt, one of ``among`` that are left before the next step; ``spent``: seconds that others
+        took since the last one."""
         prefill = self.prefills[key]
         position = prefill.state.position
         shapes = [(g.executor.slots, max(g.positions().values(), default=0)) for g in self.groups if g.rows]
-        most = next_chunk(self._ladder, self._pace, self._gap, position, prefilling=len(self.prefills), groups=shapes)
+        most = next_chunk(
+            self._ladder,
+            self._pace,
+            self._gap,
+            position,
+            prefilling=len(self.prefills),
+            groups=shapes,
+            among=among,
+            spent=spent,
+        )
         started = time.monotonic()
         try:
             tokens = prefill.chunk(most)
@@ -346,7 +451,9 @@ class Loop:
             self._lost(e, self._told(e), [key])
             return
         self.seats.steps.interrupt()  # what comes next has waited for the chunk: it is no measure of a step
-        self._pace.chunk_took(tokens, position, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._chunk_s += seconds
+        self._pace.chunk_took(tokens, position, seconds)
         if prefill.remaining == 0:
             self._place(key)
 
@@ -356,10 +463,18 @@ class Loop:
         if sequence.cancelled():  # within this turn: no step is made for it
             self._cancel(sequence)
             return
+        self._see()
+        self._drain()
+        if self.handoff.state is State.DRAINING:
+            self.handoff.on(Event.DRAINED)
+        if sequence not in self.prefills:  # lost with what was drained
+            return
         prefill = self.prefills.pop(sequence)
         self._admitted = True
         with self._changing(sequence):
             self.seats.place(sequence, prefill.state, self._allotments.pop(sequence))
+        if self.handoff.state is State.HANDOFF:
+            self.handoff.on(Event.JOINED)
 
     def _regroup(self) -> None:
         with self._changing():
@@ -367,10 +482,16 @@ class Loop:
             self._admitted = False
 
     def _step(self, group: Group) -> None:
+        self._see()
+        if self._hands_over:
+            self._let_in()
+            if group not in self.groups:
+                return
         started = time.monotonic()
         with self._changing(), self.pool.step():
-            self.seats.step(group)
+            self.seats.step(group, self.handoff.may_cycle)
         seconds = time.monotonic() - started
+        self._chunk_s = 0.0
         self._steps += 1
         self._step_s += seconds
         if group.rows:
@@ -402,6 +523,8 @@ class Loop:
         for end in self.seats.ended():
             try:
                 self._release(end.sequence)
+                if end.error is not None or end.reason == "cancelled":
+                    self.handoff.on(Event.FAILED if end.error is not None else Event.CANCELLED)
                 if end.error is not None:
                     end.sequence.fail(self._its_own(end.error))
                 else:
@@ -421,6 +544,7 @@ class Loop:
         the command that caused it: nobody's state can be trusted then."""
         if self.rt.device != "cpu" and isinstance(e, RuntimeError):
             sequences, groups = [*sequences, *self.restoring, *self.prefills], self.groups
+        self.handoff.on(Event.FAILED)
         for sequence in list(sequences):
             self._fail(sequence, error)
         for group in list(groups):

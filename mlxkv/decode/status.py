@@ -13,7 +13,9 @@ class Status:
     to all of these. reserved_rows: rows that their caches have room for. pool_used: states that wait for the writer.
     groups: (slots, capacity in rows) of each group; capacity is 0 where one sequence is on its own caches. steps,
     step_s: decoding steps made, and seconds spent on them. traces: functions compiled. memory: the ledger, bytes by
-    entry. turns: why rows of this model do not share a batch, None if they do or nobody has asked yet."""
+    entry. turns: why rows of this model do not share a batch, None if they do or nobody has asked yet. handoff: where
+    the stream that speculates stands (``handoff.State``); handoffs: how often it went from one state to another, by
+    ``"before > after"``."""
 
     running: int = 0
     prefilling: int = 0
@@ -29,6 +31,8 @@ class Status:
     traces: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
     turns: str | None = None
+    handoff: str = "idle"
+    handoffs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def active(self) -> int:

@@ -41,7 +41,7 @@ class Loaded:
     dequantised: bool
     fingerprint: bytes
     fingerprint_name: str
-    head: mtp.MTPHead | None = None
+    head: mtp.Head | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -75,7 +75,7 @@ def load(
     if now.device == "cpu" and precision.is_quantised(network):
         dequantised, note = precision.dequantise(network, precision.DTYPES[chosen].size)
         notes += [note] if note else []
-    head = mtp.load(path, config, precision.DTYPES[chosen])
+    head = mtp.load(path, config, precision.DTYPES[chosen], network, unpack=dequantised)
     if now.device == "cpu" and now.mode == "fast":
         from .fast import accelerate
 

@@ -1,4 +1,4 @@
-"""The batch form of a prediction head's cache: the head never runs in a joint step.
+"""The batch form of a prediction head's cache: the head never runs in a joint step, only between two.
 
 Each slot keeps the solo ``HeadCache`` of its row. A step leaves one pair of arrays (tokens, hidden states) for all
 rows; a row's own part is cut out of them when its head catches up, or after ``MOST`` steps.
@@ -6,6 +6,7 @@ rows; a row's own part is cut out of them when its head catches up, or after ``M
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ class BatchHead(Form):
         #: by slot, the number of the step its head was not shown yet
         self._next = [0] * slots
         self.hidden: mx.array | None = None
+        self._drafting: tuple[int, ...] = ()
 
     def observe(self, tokens: mx.array, hidden: mx.array) -> None:
         """The body ran over ``tokens`` [slots, D] and gave ``hidden`` [slots, D, H]."""
@@ -144,6 +146,40 @@ class BatchHead(Form):
         head = self.heads[slot]
         assert head is not None
         _copied(head, cache)
+
+    # drafting: at the edge of a step, each row by its own head
+
+    def can_draft(self, slots: Sequence[int]) -> bool:
+        """Whether the body has shown each of these rows a hidden state."""
+        return all(self.place.positions[slot] > 0 and self.heads[slot] is not None for slot in slots)
+
+    def first(self, roots: Mapping[int, int]) -> mx.array:
+        """The heads of these rows over all that waits, the root last: m [slots, 1, H]; 0 for other rows."""
+        for slot in roots:
+            self.feed(slot)
+        self._drop()
+        return self._each({slot: self._head(slot).first({0: root}) for slot, root in roots.items()})
+
+    def following(self, drafts: mx.array, m: mx.array, step: int) -> mx.array:
+        """A speculative row each of those that ``first`` was called with: ``drafts`` [slots, 1], the last ``m``
+        [slots, 1, H] -> the next m, of draft ``step``."""
+        return self._each({s: self._head(s).following(drafts[s : s + 1], m[s : s + 1], step) for s in self._drafting})
+
+    def drop(self) -> None:
+        """Forget the speculative rows of all heads."""
+        for head in self.heads:
+            if head is not None:
+                head.drop()
+
+    def _each(self, made: dict[int, mx.array]) -> mx.array:
+        self._drafting = tuple(made)
+        blank = mx.zeros_like(next(iter(made.values())))
+        return mx.concatenate([made.get(slot, blank) for slot in range(len(self.heads))])
+
+    def _head(self, slot: int) -> HeadCache:
+        head = self.heads[slot]
+        assert head is not None
+        return head
 
 
 def _copied(head: HeadCache, into: HeadCache) -> HeadCache:

@@ -1,0 +1,92 @@
+"""Find the head of a model folder, and say why it cannot be used."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .deepseek import DeepSeek
+from .head import Head
+from .layout import Layout, Misfit, fit
+from .mimo import MiMo
+from .norms import shifted
+from .qwen import Qwen
+from .tensors import File, Tensors, read
+
+LAYOUTS: tuple[Layout, ...] = (Qwen(), DeepSeek(), MiMo())
+#: what heads of other families are called in mlx-lm's architectures, which all drop them
+_ELSEWHERE = re.compile(r"(.*\.)?(mtp|mtp_[a-z]+)\..+|model\.layers\.(\d+)\..*\.?(enorm|hnorm|eh_proj)\..+")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder says of a head. ``shifted``: norms are stored as w − 1. ``reason``: why it is not used, or ''."""
+
+    names: tuple[str, ...]
+    shifted: bool
+    reason: str
+    family: str = ""
+    n_layers: int = 0
+    #: drafts in a row at most; None: any number
+    most_drafts: int | None = None
+    files: tuple[Path, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        return bool(self.names) and not self.reason
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A head whose tensors are known and fit, none of them evaluated. ``weights`` by its parameters' names, norms as
+    they are stored."""
+
+    head: Head
+    weights: dict[str, mx.array]
+    shifted: bool
+    files: list[File]
+
+
+def find(path: Path, config: dict[str, Any]) -> Found:
+    """Look for a head in a folder, as far as headers of files show; reads no tensor. Raises ModelError."""
+    return open_head(path, config)[0]
+
+
+def open_head(path: Path, config: dict[str, Any]) -> tuple[Found, Opened | None]:
+    """What is there, and the head itself where it can be used. Raises ModelError."""
+    tensors = Tensors.of(path)
+    for layout in LAYOUTS:
+        if names := layout.names(tensors.names, config):
+            return _opened(tensors, layout, names, config)
+    if names := _others(tensors.names, config):
+        return Found(tuple(names), False, f"heads of {config.get('model_type')} are not supported"), None
+    return Found((), False, " ".join(tensors.damaged)), None
+
+
+def _opened(tensors: Tensors, layout: Layout, names: list[str], config: dict[str, Any]) -> tuple[Found, Opened | None]:
+    files = tensors.source(names)
+    held = {name for file in files for name in file.shapes} & set(names)
+    paths = tuple(file.path for file in files)
+    try:
+        moved = shifted(tensors, files) if layout.shifts else False
+        local = {layout.local(name, config): array for name, array in read(files, held).items()}
+        head, weights = layout.build(config, local)
+        fit(head, weights)
+    except Misfit as error:
+        return Found(tuple(sorted(held)), False, str(error), files=paths), None
+    found = Found(tuple(sorted(held)), moved, "", head.family, head.n_layers, head.most_drafts, paths)
+    return found, Opened(head, weights, moved, files)
+
+
+def _others(names: list[str], config: dict[str, Any]) -> list[str]:
+    text = config.get("text_config", config)
+    layers = text.get("num_hidden_layers") or text.get("num_layers")
+    out = []
+    for name in names:
+        if (m := _ELSEWHERE.fullmatch(name)) and (m[3] is None or layers is None or int(m[3]) >= layers):
+            out.append(name)
+    return out
