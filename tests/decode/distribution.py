@@ -57,7 +57,8 @@ class NoneTwice:
 
 @dataclass(frozen=True)
 class Case:
-    """``drafter``: "far" (its logits have nothing to do with the target's), "near", "same", or "given" (a look-up)."""
+    """``drafter``: "far" (its logits have nothing to do with the target's), "near", "same", "given" (a look-up), or
+    "mixed" (the first draft of several is looked up, others are as if far)."""
 
     params: dict[str, Any] = field(default_factory=dict)
     drafter: str = "near"
@@ -72,7 +73,12 @@ class Case:
         """Of target and drafter after each of the prefixes, float32 [prefixes, V]."""
         rng = np.random.default_rng(7)
         target, other = (rng.normal(size=(len(PREFIXES), VOCAB)).astype(np.float32) * 1.5 for _ in range(2))
-        return target, {"far": other * 2, "near": target + other / 4, "same": target, "given": other}[self.drafter]
+        near = {"near": target + other / 4, "same": target}
+        return target, near.get(self.drafter, other * 2)
+
+    def looks_up(self, j: int, k: int) -> bool:
+        """Whether draft ``j`` of ``k`` is looked up."""
+        return self.drafter == "given" or (self.drafter == "mixed" and j == 0 and k > 1)
 
     def looked_up(self, prefix: tuple[int, ...]) -> int:
         """What a look-up finds after ``prefix``."""
@@ -172,6 +178,9 @@ class Texts:
         paths, q = [said], []
         for j in range(k):
             weights = self.q[mx.array([PLACE[t] for t in paths[-1]])]
+            if self.case.looks_up(j, k):
+                found = mx.array([self.case.looked_up(t) for t in paths[-1]])
+                weights = mx.where(mx.arange(VOCAB) == found[:, None], 0.0, -float("inf"))
             drawn = np.array(_draws(weights, mx.array(keys[:, at + j, DRAFT])))
             q.append(weights)
             paths.append([(*t, int(d)) for t, d in zip(paths[-1], drawn, strict=True)])
@@ -194,8 +203,8 @@ def cycled(case: Case, sampler: Sampler) -> list[int]:
     while len(said) < LENGTH:
         trial = Trial(sampler)
         path, k = [said], min(case.depth, LENGTH - len(said))
-        for _ in range(k):
-            if case.drafter == "given":
+        for j in range(k):
+            if case.looks_up(j, k):
                 found = case.looked_up(path[-1])
                 trial.given([found])
             else:
