@@ -20,7 +20,8 @@ from .member import Arrays, Member, OwnCache, PositionError
 if TYPE_CHECKING:
     from .inside import Inside
 
-Run = Callable[[mx.array, mx.array, Any], mx.array]
+#: run(tokens [1, n], hidden [1, n, H], key/value cache, number of the draft from 0) -> m [1, n, H]
+Run = Callable[..., mx.array]
 
 #: hidden states that wait for the head while nobody drafts, at most, and rows of one forward of it (DESIGN §4)
 HEAD_BEHIND = 512
@@ -105,9 +106,9 @@ class HeadCache(OwnCache):
         self._forget()
         return m[:, -1:]
 
-    def following(self, drafts: mx.array, m: mx.array) -> mx.array:
-        """A speculative row for ``drafts`` [1, 1] and the last ``m`` [1, 1, H]: the next m."""
-        return self.run(drafts, m, self.kv)
+    def following(self, drafts: mx.array, m: mx.array, step: int) -> mx.array:
+        """A speculative row for ``drafts`` [1, 1] and the last ``m`` [1, 1, H]: the next m, of draft ``step``."""
+        return self.run(drafts, m, self.kv, step)
 
     def drop(self) -> None:
         """Forget rows of tokens that were not committed."""

@@ -3,7 +3,7 @@
 ``RotatingKVCache`` of mlx-lm has as many rows as its window: a draft that it writes has replaced a row which plain
 decoding would still see after a rejection. Here the buffer is ``window + spare`` rows long. Of a forward that verifies
 D rows the first (always kept) goes to its own place in the window, the drafts to the spare rows; those that are kept
-are moved into the window afterwards:
+are written into the window afterwards:
 
     columns   0 … keep … window   window … window + spare
               first     the last   drafts of the forward
@@ -110,11 +110,6 @@ class Cycle:
         old = [(c, -1, c) for c in range(held) if c != self.homes[0]]
         return [column for *_, column in sorted(old + rows)]
 
-    def moves(self, kept: int) -> list[tuple[int, int]]:
-        """(from, to) of the rows that must be moved when the first ``kept`` are kept, in order."""
-        pairs = zip(self.writes[:kept], self.homes[:kept], strict=True)
-        return [(a, b) for a, b in pairs if a != b]
-
 
 # the same with arrays: position, index [slots] int32
 
@@ -133,7 +128,7 @@ def writes(ring: Ring, position: mx.array, index: mx.array, width: int) -> mx.ar
 
 
 def targets(ring: Ring, position: mx.array, index: mx.array, width: int, kept: mx.array) -> mx.array:
-    """Where the drafts that ``writes`` put down are copied to when the first kept[r] rows are kept ([slots] int32; 0
+    """Where the drafts that ``writes`` put down are written to when the first kept[r] rows are kept ([slots] int32; 0
     where the slot is free): their homes, or where they stand already if they are not kept, or not for long. [slots,
     width − 1] int32; no column twice."""
     home, row = homes(ring, index, width), mx.arange(width)
@@ -213,6 +208,9 @@ class RingKVCache(RotatingKVCache, OwnCache):
     spare = 0
     _width = 0
     _cycle: Cycle | None = None
+    #: keys and values of the rows that are not committed yet: what is moved comes from here, since a read of a buffer
+    #: in the step that writes into it would make MLX copy all of it
+    new: tuple[mx.array, mx.array] | None = None
 
     def __init__(self, max_size: int, keep: int = 0, spare: int = SPARE) -> None:
         """Raises ValueError for fewer than one spare row."""
@@ -239,15 +237,16 @@ class RingKVCache(RotatingKVCache, OwnCache):
     @state.setter
     def state(self, v: tuple[Any, ...]) -> None:
         self.keys, self.values, self.offset, self.keep, self.max_size, self._idx = v
-        self.tail, self._width, self._cycle = 0, 0, None
+        self.tail, self._width, self._cycle, self.new = 0, 0, None, None
 
     def hold(self) -> tuple[Any, ...]:
         keys, values = self.keys, self.values
         both = (None if keys is None else keys[:], None if values is None else values[:])
-        return (*both, self.offset, self._idx, self.tail, self._width, self._cycle)
+        return both, self.offset, self._idx, self.tail, self._width, self._cycle, self.new
 
     def put_back(self, held: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self._idx, self.tail, self._width, self._cycle = held
+        both, self.offset, self._idx, self.tail, self._width, self._cycle, self.new = held
+        self.keys, self.values = both
 
     @property
     def pending(self) -> bool:
@@ -261,14 +260,17 @@ class RingKVCache(RotatingKVCache, OwnCache):
 
     def commit(self, kept: int, width: int) -> None:
         """Keep the first ``kept`` (1 … width) of the last ``width`` rows, lazily. Raises PositionError."""
-        cycle, self._cycle = self._cycle, None
-        if cycle is None:
+        cycle, new = self._cycle, self.new
+        if cycle is None or new is None:
             if kept != 1 or width != 1:
                 raise PositionError(f"{kept} of {width} rows are to be kept, but no such forward was made.")
             return
         if cycle.width != width or not 1 <= kept <= width:
             raise PositionError(f"{kept} of {width} rows are to be kept; the last forward had {cycle.width}.")
-        self.keys, self.values = (_moved(array, cycle.moves(kept)) for array in (self.keys, self.values))
+        for home, a, b in _runs(cycle.homes[1:kept]) if not cycle.straight else ():
+            self.keys[..., home : home + b - a, :] = new[0][..., a + 1 : b + 1, :]
+            self.values[..., home : home + b - a, :] = new[1][..., a + 1 : b + 1, :]
+        self._cycle = self.new = None
         self.offset = cycle.position + kept
         self._idx = cycle.homes[kept - 1] + 1
 
@@ -312,7 +314,7 @@ class RingKVCache(RotatingKVCache, OwnCache):
             self.keys[..., at : at + b - a, :] = keys[..., a:b, :]
             self.values[..., at : at + b - a, :] = values[..., a:b, :]
         self.offset += width
-        self._cycle = cycle
+        self._cycle, self.new = cycle, (keys, values)
         return self.keys_and_values()
 
     def _roomy(self, held: mx.array | None, new: mx.array, cycle: Cycle) -> mx.array:
@@ -370,17 +372,6 @@ def _runs(columns: Sequence[int]) -> list[tuple[int, int, int]]:
     return out
 
 
-def _moved(array: mx.array, moves: list[tuple[int, int]]) -> mx.array:
-    """``array`` [1, heads, columns, width] with columns copied (from, to), later ones over earlier ones."""
-    if not moves:
-        return array
-    # a copy: a slice would be a second reference to the buffer that is written into
-    rows = mx.take(array, mx.array([a for a, _ in moves], mx.int32), axis=2)
-    for at, a, b in _runs([b for _, b in moves]):
-        array[..., at : at + b - a, :] = rows[..., a:b, :]
-    return array
-
-
 class RingWindow(Window):
     """A window in a ring: what it holds, stores and resumes from is a ``Window``'s; it takes back as many drafts as
     there are spare rows."""
@@ -392,7 +383,7 @@ class RingWindow(Window):
         return {} if keys is None or values is None else {"keys": keys, "values": values}
 
     def live(self) -> list[mx.array]:
-        return [a for a in (self.cache.keys, self.cache.values) if a is not None]
+        return [a for a in (self.cache.keys, self.cache.values, *(self.cache.new or ())) if a is not None]
 
     def hold(self) -> Any:
         return self.cache.hold()
@@ -430,5 +421,7 @@ def with_rings(caches: list[Any], spare: int) -> list[Any]:
 
 
 def spare_bytes(live: Layout, spare: int) -> int:
-    """Bytes that ``spare`` rows of each window take in one sequence, or in one slot of a batch."""
-    return sum(t.nbytes(spare) for m in live.members if m.kind == "window" for t in m.tensors)
+    """Bytes that rings with ``spare`` spare rows take beyond their windows in one sequence, or in one slot of a batch:
+    those rows, and the rows of a forward until it is known which of them are kept."""
+    rows = 2 * spare + 1 if spare else 0
+    return sum(t.nbytes(rows) for m in live.members if m.kind == "window" for t in m.tensors)

@@ -187,9 +187,15 @@ class Sampler:
 
 
 def draw(weights: mx.array, key: mx.array) -> mx.array:
-    """A token of ``weights`` [1, vocabulary] (Sampler.weights), int32 [1]. The random number that each token gets
-    depends on the key alone: from two distributions that are alike, one key mostly draws the same token."""
-    return mx.random.categorical(weights, key=key).astype(mx.int32)
+    """A token of ``weights`` [1, vocabulary] (Sampler.weights), int32 [1].
+
+    The Gumbel-max trick: each token's weight and a random number of its own, which depends on the key alone, and the
+    largest sum wins. So one key mostly draws the same token from two distributions that are alike (Maddison et al.
+    2014); MLX's ``categorical`` inverts the cumulative sum of a single row, where it hardly ever does.
+    """
+    noise = mx.random.gumbel(weights.shape, key=key)
+    # one in 2**32 is -inf, which would be no better than a token that may not come
+    return mx.argmax(weights + mx.maximum(noise, -100.0), axis=-1).astype(mx.int32)
 
 
 def _repeated(logits: mx.array, penalty: float) -> mx.array:

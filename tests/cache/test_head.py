@@ -49,7 +49,7 @@ class Story:
         """The m of each of k drafts; the drafts are any tokens."""
         out = [cache.first(self.root(cache.seen))]
         for i in range(k - 1):
-            out.append(cache.following(mx.array([[7 + i]]), out[-1]))
+            out.append(cache.following(mx.array([[7 + i]]), out[-1], i + 1))
         cache.drop()
         return out
 
@@ -136,7 +136,7 @@ def test_drafts_do_not_depend_on_what_was_drafted_before(story):
     assert mx.array_equal(story.draft(cache, 1)[0], story.draft(plain, 1)[0]).item()
     spoiled = story.head(10)
     m = spoiled.first(story.root(10))
-    spoiled.following(mx.array([[7]]), m)
+    spoiled.following(mx.array([[7]]), m, 1)
     spoiled.seen += 1  # as if the speculative row were a true one
     plain.catch_up()
     assert not mx.allclose(spoiled.kv.keys[..., 10, :], plain.kv.keys[..., 10, :]).item()

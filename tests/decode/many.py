@@ -236,7 +236,7 @@ class Alone:
     """What a request gets on an engine of its own without a store; what was asked before is remembered."""
 
     def __init__(self, model: Path, **options: Any) -> None:
-        self.engine = mlxkv.load(model, cache=False, block_size=BLOCK, **options)
+        self.engine = mlxkv.load(model, cache=False, block_size=BLOCK, **{"draft": "off"} | options)
         self.known: dict[str, Completion] = {}
 
     def __call__(self, request: Request) -> Completion:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..head import HeadCache
 from ..kinds import members_of
@@ -28,7 +28,7 @@ from .journal import Journal, Journals
 from .place import GRANULE, Place, Ring, Seat
 from .recurrent import BatchRecurrent
 from .rows import GROWING
-from .window import BatchWindow, settled
+from .window import WINDOWS, BatchWindow, settled
 
 
 @dataclass
@@ -76,9 +76,9 @@ class Batch:
                 return BatchHead(self._place, self.slots)
             if spec is not None and kind in GROWING:
                 return GROWING[kind](self._place, spec, self.slots, self.capacity)
-            if spec is not None and kind is RotatingKVCache:
+            if spec is not None and kind in WINDOWS:
                 ring = self._ring(spec)
-                return BatchWindow(self._place, ring, spec, self.slots, self.capacity)
+                return BatchWindow(self._place, ring, spec, self.slots, self.capacity, self.spare)
             if spec is not None and kind is ArraysCache:
                 return BatchRecurrent(self._place, spec, self.slots)
             raise NoBatchForm(

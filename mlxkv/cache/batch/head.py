@@ -160,10 +160,10 @@ class BatchHead(Form):
         self._drop()
         return self._each({slot: self._head(slot).first({0: root}) for slot, root in roots.items()})
 
-    def following(self, drafts: mx.array, m: mx.array) -> mx.array:
+    def following(self, drafts: mx.array, m: mx.array, step: int) -> mx.array:
         """A speculative row each of those that ``first`` was called with: ``drafts`` [slots, 1], the last ``m``
-        [slots, 1, H] -> the next m."""
-        return self._each({s: self._head(s).following(drafts[s : s + 1], m[s : s + 1]) for s in self._drafting})
+        [slots, 1, H] -> the next m, of draft ``step``."""
+        return self._each({s: self._head(s).following(drafts[s : s + 1], m[s : s + 1], step) for s in self._drafting})
 
     def drop(self) -> None:
         """Forget the speculative rows of all heads."""

@@ -7,6 +7,8 @@ so that nothing of an earlier step can be stale and a compiled step sees it as a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import mlx.core as mx
 
 #: columns of a step that is not compiled are rounded up to this, so that shapes, and with them buffers, repeat
@@ -58,6 +60,7 @@ class Place:
         self._at: mx.array | None = None
         self._writes: dict[tuple[int, int, int], mx.array] = {}
         self._masks: dict[tuple[int, int | None, int], mx.array] = {}
+        self._once: dict[Hashable, mx.array] = {}
 
     def begin(self, where: mx.array, columns: int | None, width: int = 1) -> None:
         """``where``: [1 + rings, slots] int32, positions first, then each ring's index before the step."""
@@ -70,6 +73,13 @@ class Place:
         self._where = self._offsets = self._after = self._at = None
         self._writes.clear()
         self._masks.clear()
+        self._once.clear()
+
+    def once(self, key: Hashable, make: Callable[[], mx.array]) -> mx.array:
+        """What ``make`` gives, made by the first layer of a step that asks for ``key``."""
+        if key not in self._once:
+            self._once[key] = make()
+        return self._once[key]
 
     @property
     def offsets(self) -> mx.array:

@@ -50,8 +50,9 @@ class Heads(Protocol):
         drafts come."""
         ...
 
-    def following(self, drafts: mx.array, m: mx.array) -> mx.array:
-        """One more speculative row for ``drafts`` [slots, 1] and the last ``m`` [slots, 1, H]: the next m."""
+    def following(self, drafts: mx.array, m: mx.array, step: int) -> mx.array:
+        """One more speculative row for ``drafts`` [slots, 1] and the last ``m`` [slots, 1, H]: the next m. ``step``:
+        the number of the draft that comes of it, from 1."""
         ...
 
     def drop(self) -> None:

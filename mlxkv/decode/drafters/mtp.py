@@ -16,14 +16,14 @@ from . import Asked, Drafted, DrafterName, Round
 
 
 class MTP:
-    """``logits``: from the head's output m [slots, n, H] to [slots, n, vocabulary], by the body's output matrix.
+    """``logits``: (the head's output m [slots, n, H], the draft's number from 0) -> [slots, n, vocabulary].
 
     It keeps nothing itself: all that it knows of a sequence is in the head's cache, which is stored with the prefix.
     """
 
     name: ClassVar[DrafterName] = "mtp"
 
-    def __init__(self, logits: Callable[[mx.array], mx.array]) -> None:
+    def __init__(self, logits: Callable[[mx.array, int], mx.array]) -> None:
         self._logits = logits
 
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:
@@ -37,11 +37,10 @@ class MTP:
         drafts: list[mx.array] = []
         try:
             m = heads.first({slot: row.sequence.tokens[-1] for slot, row in round.rows.items()})
-            while True:
-                drafts.append(pick(round, self._logits(m)[:, -1]))
-                if len(drafts) == k:
-                    break
-                m = heads.following(drafts[-1][:, None], m)
+            for step in range(k):
+                if step:
+                    m = heads.following(drafts[-1][:, None], m, step)
+                drafts.append(pick(round, self._logits(m, step)[:, -1]))
         finally:
             heads.drop()  # rows of tokens that nobody has committed
         return mx.stack(drafts, axis=1)
