@@ -22,6 +22,18 @@ class Inside(Protocol):
         ...
 
 
+class Replay(Protocol):
+    """What a model's layers wrote down of its last forward, of which a part is taken back."""
+
+    def covers(self, cache: Any) -> bool:
+        """Whether all slots of ``cache`` can be told."""
+        ...
+
+    def slots(self, cache: Any, rows: int) -> dict[int, mx.array]:
+        """Slot number -> array of ``cache`` after the first ``rows`` tokens of that forward; lazy."""
+        ...
+
+
 #: (start, end, positions): announces a forward over tokens [start, end), which is built while the context is open
 Announce = Callable[[int, int, tuple[int, ...]], AbstractContextManager[Inside]]
 

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 from .member import Arrays, Member, OwnCache, PositionError, UnknownCache
 
 if TYPE_CHECKING:
-    from .inside import Inside
+    from .inside import Inside, Replay
 
 
 class _Rows(Member):
@@ -79,6 +79,9 @@ class Growing(_Rows):
 
     def rewindable(self) -> int:
         return self.cache.offset
+
+    def most_drafts(self) -> int | None:
+        return None
 
     def resume(self, arrays: Arrays, position: int) -> None:
         self.cache.keys, self.cache.values, self.cache.offset = arrays["keys"], arrays["values"], position
@@ -249,6 +252,11 @@ class Chunked(_Rows):
         start, offset = self.cache.start_position, self.cache.offset
         return offset if start == 0 else max(0, offset - self.cache.chunk_size - start)
 
+    def most_drafts(self) -> int | None:
+        # rows are cut off before a forward only, so that all rows of the last one can go: what stays is what
+        # ``maybe_trim_front`` found there, and more than the next call of it leaves
+        return None
+
     def settle(self) -> None:
         if self.cache.keys is None:
             return
@@ -291,6 +299,15 @@ class Recurrent(Member):
     def rewind(self, n: int) -> None:
         if n:
             raise PositionError(f"Member {self.label} is recurrent and cannot go back.")
+
+    def commit(self, kept: int, width: int, replay: Replay | None) -> None:
+        """Its state after the first ``kept`` of the last ``width`` tokens, lazily, from what its layer wrote down."""
+        if kept == width:
+            return
+        if replay is None or not replay.covers(self.cache):
+            raise PositionError(f"Member {self.label} is recurrent, and its layer wrote no journal to go back by.")
+        found = replay.slots(self.cache, kept)
+        self.cache.cache = [found.get(i) for i in range(len(self.cache.cache))]
 
     def state_at(self, position: int, inside: Inside) -> Arrays:
         return {f"slot{i}": a for i, a in sorted(inside.slots(self.cache, position).items())}

@@ -29,11 +29,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..cache.head import HEAD_BEHIND
 from ..cache.layout import Layout, MemberSpec
 from ..cache.ram import Ram
 from ..errors import ConfigError, RequestTooLarge
 from .pressure import NORMAL, admits, ram_allowed, read_level
-from .reservation import GRANULE, HEAD_BEHIND, chunked_peak, ring_peak
+from .reservation import GRANULE, chunked_peak, ring_peak
 
 log = logging.getLogger("mlxkv.engine")
 

@@ -27,6 +27,8 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from .activation import exp, silu
+from .gated_delta_few import MOST, after_few, gated_delta_few
+from .journal import Journal, Kept, Rows, joined, keep_window, scan
 from .norm import rms_norm
 
 CHUNK = 32  # tokens; measured best of 16, 32, 64 at 4 heads of 32 x 32 (exponentials grow with it, the loop shrinks)
@@ -152,7 +154,73 @@ def gated_delta_step(
     return y.reshape(B, Hv, Dv), state.reshape(B, Hv, Dv, Dk)
 
 
-class GatedDeltaParts(GatedDeltaNet):
+class _Parts:
+    """What both layers share of their middle part: convolution and recurrence, as mlx-lm computes them."""
+
+    conv_kernel_size: int
+    key_dim: int
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    training: bool
+    sharding_group: Any
+    A_log: mx.array
+    dt_bias: mx.array
+
+    def recur(self, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
+        """Convolution and recurrence: y [B, S, Hv, Dv]. Rebinds the slots of ``cache``; does not advance it."""
+        return self._recurrence(self._window(qkv, cache), a, b, cache)[0]
+
+    def record(self, cache: Any, journal: Journal, qkv: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        """``recur``, with a journal of it."""
+        before, window = cache[1], keep_window(journal, cache, 0, qkv, self.conv_kernel_size - 1)
+        y, k, v = self._recurrence(window, a, b, cache)
+        journal.keep(cache, (1,), [before, k, v, a, b], self._after, fresh=before is None)
+        return y
+
+    def _window(self, qkv: mx.array, cache: Any) -> mx.array:
+        """[B, K - 1 + S, conv_dim]: the inputs of the convolution, those before this piece first."""
+        return joined(cache[0] if cache is not None else None, qkv, self.conv_kernel_size - 1)
+
+    def _recurrence(
+        self, window: mx.array, a: mx.array, b: mx.array, cache: Any
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """y [B, S, Hv, Dv], and the keys and values that went in."""
+        q, k, v = _heads(self, nn.silu(self.conv1d(window)))  # type: ignore[attr-defined]
+        before = cache[1] if cache is not None else None
+        rates = (a, b, self.A_log, self.dt_bias)
+        y, state = gated_delta_update(q, k, v, *rates, before, use_kernel=not self.training)
+        if cache is not None:
+            cache[0] = mx.contiguous(window[:, -(self.conv_kernel_size - 1) :])
+            cache[1] = state
+        return y, k, v
+
+    def _after(self, kept: Kept, rows: Rows) -> list[mx.array]:
+        return [delta_after(kept, rows, self.A_log, self.dt_bias, use_kernel=not self.training)]
+
+
+def delta_after(kept: Kept, rows: Rows, A_log: mx.array, dt_bias: mx.array, *, use_kernel: bool) -> mx.array:
+    """The state of a gated delta rule after ``rows`` tokens, by mlx-lm's own recurrence. ``kept``: the state before or
+    None, k, v, a, b of all D tokens, as ``gated_delta_update`` takes them."""
+    before, *inputs = kept
+    # on a GPU one kernel goes over all tokens; its masked form skips those that a row has not
+    mask = None
+    if isinstance(rows, int):
+        inputs = [x[:, :rows] for x in inputs]
+    elif mx.default_device() == mx.gpu:
+        mask = mx.arange(inputs[0].shape[1]) < rows[:, None]
+
+    def step(state: mx.array | None, k: mx.array, v: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        # the query makes no difference to the state
+        return gated_delta_update(k, k, v, a, b, A_log, dt_bias, state, mask, use_kernel=use_kernel)[1]
+
+    if isinstance(rows, int) or mask is not None:
+        return step(before, *inputs)
+    return scan(step, before, inputs, rows)
+
+
+class GatedDeltaParts(_Parts, GatedDeltaNet):
     """Qwen3.5's layer cut in three, as mlx-lm computes it: ``project`` all tokens, ``recur`` over any number of them,
     ``finish`` all. Only one that is not sharded."""
 
@@ -162,16 +230,12 @@ class GatedDeltaParts(GatedDeltaNet):
         z = self.in_proj_z(inputs).reshape(B, S, self.num_v_heads, self.head_v_dim)
         return self.in_proj_qkv(inputs), z, self.in_proj_a(inputs), self.in_proj_b(inputs)
 
-    def recur(self, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
-        """Convolution and recurrence: y [B, S, Hv, Dv]. Rebinds the slots of ``cache``; does not advance it."""
-        return _recur(self, qkv, a, b, cache)
-
     def finish(self, y: mx.array, z: mx.array) -> mx.array:
         """The layer's output [B, S, H]."""
         return self.out_proj(self.norm(y, z).reshape(*y.shape[:2], -1))
 
 
-class NextGatedDeltaParts(Qwen3NextGatedDeltaNet):
+class NextGatedDeltaParts(_Parts, Qwen3NextGatedDeltaNet):
     """Qwen3-Next's layer, whose projections interleave the heads, cut in the same three."""
 
     sharding_group = None
@@ -182,19 +246,8 @@ class NextGatedDeltaParts(Qwen3NextGatedDeltaNet):
         q, k, v, z, b, a = projected
         return mx.concatenate([part.reshape(B, S, -1) for part in (q, k, v)], axis=-1), z, a, b
 
-    def recur(self, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
-        return _recur(self, qkv, a, b, cache)
-
     def finish(self, y: mx.array, z: mx.array) -> mx.array:
         return self.out_proj(self.norm(y, z).reshape(*y.shape[:2], -1))
-
-
-def _window(layer: Any, qkv: mx.array, cache: Any) -> mx.array:
-    """[B, K - 1 + S, conv_dim]: the inputs of the convolution, those before this piece first."""
-    past = cache[0] if cache is not None else None
-    if past is None:
-        past = mx.zeros((qkv.shape[0], layer.conv_kernel_size - 1, layer.conv_dim), dtype=qkv.dtype)
-    return mx.concatenate([past, qkv], axis=1)
 
 
 def _heads(layer: Any, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -206,18 +259,6 @@ def _heads(layer: Any, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     k = k.reshape(B, S, layer.num_k_heads, layer.head_k_dim)
     q, k = normalize_qk(q, k, inv_scale=layer.head_k_dim**-0.5, eps=1e-6)
     return q, k, v.reshape(B, S, layer.num_v_heads, layer.head_v_dim)
-
-
-def _recur(layer: Any, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
-    window = _window(layer, qkv, cache)
-    q, k, v = _heads(layer, nn.silu(layer.conv1d(window)))
-    before = cache[1] if cache is not None else None
-    rates = (a, b, layer.A_log, layer.dt_bias)
-    y, state = gated_delta_update(q, k, v, *rates, before, use_kernel=not layer.training)
-    if cache is not None:
-        cache[0] = mx.contiguous(window[:, -(layer.conv_kernel_size - 1) :])
-        cache[1] = state
-    return y
 
 
 class _Chunked:
@@ -252,7 +293,7 @@ class _Chunked:
         B, S, _ = qkv.shape
         if not self.gains(S, qkv.dtype, cache):
             return super().recur(qkv, a, b, cache)  # type: ignore[misc]
-        window = _window(self, qkv, cache)
+        window = self._window(qkv, cache)  # type: ignore[attr-defined]
         mixed = silu(self.conv1d(window))  # type: ignore[attr-defined]
         before = cache[1] if cache is not None else None
         if S == 1 and before is not None:
@@ -276,10 +317,37 @@ class _Chunked:
             cache[1] = state
         return y
 
+    def record(self, cache: Any, journal: Journal, qkv: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        B, D, _ = qkv.shape
+        if D > MOST or qkv.dtype != mx.float32:
+            return super().record(cache, journal, qkv, a, b)  # type: ignore[misc]
+        window = keep_window(journal, cache, 0, qkv, self.conv_kernel_size - 1)
+        qk, v = mx.split(silu(self.conv1d(window)), [2 * self.key_dim], axis=-1)  # type: ignore[attr-defined]
+        fresh, state = cache[1] is None, cache[1]
+        if state is None:
+            state = mx.zeros((B, self.num_v_heads, self.head_v_dim, self.head_k_dim))
+        y, kept = gated_delta_few(
+            qk.reshape(B, D, 2, self.num_k_heads, self.head_k_dim),
+            v.reshape(B, D, self.num_v_heads, self.head_v_dim),
+            a,
+            b,
+            self.A_log,  # type: ignore[attr-defined]
+            self.dt_bias,  # type: ignore[attr-defined]
+            state,
+        )
+        journal.keep(cache, (1,), kept, _after_few, fresh=fresh)
+        cache[0] = mx.contiguous(window[:, -(self.conv_kernel_size - 1) :])
+        cache[1] = after_few(kept, D)
+        return y
+
     def finish(self, y: mx.array, z: mx.array) -> mx.array:
         normed = rms_norm(y, self.norm.weight, self.norm.eps).astype(mx.float32)  # type: ignore[attr-defined]
         gated = (normed * silu(z.astype(mx.float32))).astype(y.dtype)
         return self.out_proj(gated.reshape(*y.shape[:2], -1))  # type: ignore[attr-defined]
+
+
+def _after_few(kept: Kept, rows: Rows) -> list[mx.array]:
+    return [after_few(kept, rows)]
 
 
 class ChunkedGatedDeltaNet(_Chunked, GatedDeltaParts):

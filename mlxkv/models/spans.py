@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .journal import Journals
 from .replace import replace
 
 
@@ -43,10 +44,12 @@ class Left:
         return dict(self._kept.get((id(cache), position), (cache, {}))[1])
 
 
-class Spans:
-    """Shared by all layers of a model that can run sub-span by sub-span; inert outside ``inside``."""
+class Spans(Journals):
+    """Shared by all layers of a model that can run sub-span by sub-span, or write a journal; inert outside ``inside``
+    and ``recording``."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._left: Left | None = None
 
     @contextmanager
@@ -60,17 +63,27 @@ class Spans:
             self._left = None
 
     def ask(self, inputs: mx.array, mask: mx.array | None, cache: Any) -> bool:
-        """Whether a layer called like this must go by sub-spans: one unpadded sequence, exactly the forward that was
-        announced. A layer that is called otherwise leaves nothing, and nothing is stored of it."""
-        left = self._left
-        if left is None or mask is not None or cache is None:
+        """Whether a layer called like this must go by ``run``: unpadded rows, exactly the forward that was announced. A
+        layer that is called otherwise leaves nothing, and nothing is stored of it or taken back."""
+        if mask is not None or cache is None or cache.lengths is not None or cache.left_padding is not None:
             return False
-        plain = cache.lengths is None and cache.left_padding is None
-        return plain and inputs.shape[:2] == (1, left.end - left.start)
+        if self._journal is not None:
+            return inputs.shape[1] == self._journal.width
+        return self._left is not None and inputs.shape[:2] == (1, self._left.end - self._left.start)
 
-    def run(self, cache: Any, slots: Sequence[int], step: Callable[..., mx.array], *inputs: mx.array) -> mx.array:
-        """Call ``step`` with each sub-span of ``inputs`` [1, S, ...] in turn; it rebinds ``slots`` of ``cache``. Gives
-        back its outputs as one [1, S, ...]."""
+    def run(
+        self,
+        cache: Any,
+        slots: Sequence[int],
+        step: Callable[..., mx.array],
+        record: Callable[..., mx.array],
+        *inputs: mx.array,
+    ) -> mx.array:
+        """Take ``inputs`` [B, S, ...] through a layer's recurrence; gives back its outputs [B, S, ...]. Either ``step``
+        is called with each sub-span of them in turn, or ``record`` with the journal and all of them. Both rebind
+        ``slots`` of ``cache``."""
+        if self._journal is not None:
+            return record(self._journal, *inputs)
         left = self._left
         assert left is not None
         out = []
@@ -82,8 +95,8 @@ class Spans:
 
 
 def install(model: nn.Module) -> tuple[Spans, list[str]]:
-    """Replace, in place, every layer that has a form for sub-spans. Gives back what they share, and what was replaced,
-    for the log. Call it after ``fast.accelerate``: its layers have such a form too."""
+    """Replace, in place, every layer that has a form for sub-spans and journals. Gives back what they share, and what
+    was replaced, for the log. Call it once, after ``fast.accelerate``: its layers have such a form too."""
     from .spans_layers import FORMS
 
     spans = Spans()

@@ -1,13 +1,15 @@
-"""mlx-lm's recurrent layers, run sub-span by sub-span (spans.py)."""
+"""mlx-lm's recurrent layers, run sub-span by sub-span (spans.py) or with a journal (journal.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import lfm2, lfm2_moe, mamba2, plamo2
+from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.falcon_h1 import FalconH1Mixer
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from mlx_lm.models.granitemoehybrid import GraniteMoeHybridMamba2Mixer
@@ -16,7 +18,14 @@ from mlx_lm.models.nemotron_h import NemotronHMamba2Mixer
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
-from .gated_delta import ChunkedGatedDeltaNet, ChunkedNextGatedDeltaNet, GatedDeltaParts, NextGatedDeltaParts
+from .gated_delta import (
+    ChunkedGatedDeltaNet,
+    ChunkedNextGatedDeltaNet,
+    GatedDeltaParts,
+    NextGatedDeltaParts,
+    delta_after,
+)
+from .journal import Journal, Kept, Rows, joined, keep_window, scan
 from .spans import Spans
 
 
@@ -30,7 +39,9 @@ class _GatedDelta:
         if self.sharding_group is not None or not self.spans.ask(inputs, mask, cache):
             return super().__call__(inputs, mask, cache)  # type: ignore[misc]
         qkv, z, a, b = self.project(inputs)  # type: ignore[attr-defined]
-        y = self.spans.run(cache, (0, 1), partial(self.recur, cache=cache), qkv, a, b)  # type: ignore[attr-defined]
+        step = partial(self.recur, cache=cache)  # type: ignore[attr-defined]
+        record = partial(self.record, cache)  # type: ignore[attr-defined]
+        y = self.spans.run(cache, (0, 1), step, record, qkv, a, b)
         cache.advance(inputs.shape[1])
         return self.finish(y, z)  # type: ignore[attr-defined]
 
@@ -60,42 +71,63 @@ class SpannedKimiDeltaAttention(KimiDeltaAttention):
         heads = (B, T, self.num_heads, self.head_dim)
         rates = self.f_b_proj(self.f_a_proj(x)).reshape(heads)
         parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x), rates, self.b_proj(x))
-        out = self.spans.run(cache, (0, 1, 2, 3), partial(self._recur, cache=cache), *parts)
+        step, record = partial(self._recur, cache=cache), partial(self._record, cache)
+        out = self.spans.run(cache, (0, 1, 2, 3), step, record, *parts)
         cache.advance(T)
         gate = self.g_b_proj(self.g_a_proj(x)).reshape(heads)
         return self.o_proj((self.o_norm(out) * mx.sigmoid(gate)).reshape(B, T, -1))
 
     def _recur(self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
         """q, k, v [B, S, heads * dim], rates a [B, S, heads, dim], b [B, S, heads] -> [B, S, heads, dim]."""
+        return self._recurrence(q, k, v, a, b, cache)[0]
+
+    def _record(
+        self, cache: Any, journal: Journal, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array
+    ) -> mx.array:
+        before = cache[3]
+        for slot, x in enumerate((q, k, v)):
+            keep_window(journal, cache, slot, x, self.conv_kernel - 1)
+        y, k, v = self._recurrence(q, k, v, a, b, cache)
+        journal.keep(cache, (3,), [before, k, v, a, b], self._after, fresh=before is None)
+        return y
+
+    def _recurrence(
+        self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, cache: Any
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """The outputs, and the keys and values that went into the recurrence."""
         q, cache[0] = self.q_conv(q, cache[0], None, None)
         k, cache[1] = self.k_conv(k, cache[1], None, None)
         v, cache[2] = self.v_conv(v, cache[2], None, None)
         q, k, v = (part.reshape(*part.shape[:2], self.num_heads, self.head_dim) for part in (q, k, v))
         q, k = normalize_qk(q, k, inv_scale=self.scale, eps=1e-6)
-        y, cache[3] = gated_delta_update(
-            q,
-            k,
-            v,
-            a,
-            b,
-            self.A_log.reshape(self.num_heads, 1),
-            self.dt_bias.reshape(self.num_heads, self.head_dim),
-            state=cache[3],
-            use_kernel=not self.training,
-        )
-        return y
+        y, cache[3] = gated_delta_update(q, k, v, a, b, *self._rates(), state=cache[3], use_kernel=not self.training)
+        return y, k, v
+
+    def _rates(self) -> tuple[mx.array, mx.array]:
+        return self.A_log.reshape(self.num_heads, 1), self.dt_bias.reshape(self.num_heads, self.head_dim)
+
+    def _after(self, kept: Kept, rows: Rows) -> list[mx.array]:
+        return [delta_after(kept, rows, *self._rates(), use_kernel=not self.training)]
 
 
 class _Mamba2:
-    """Mamba-2: mlx-lm's own methods for the convolution (slot 0) and for the scan (slot 1), called per sub-span."""
+    """Mamba-2: mlx-lm's own methods for the convolution (slot 0) and for the scan (slot 1), called per sub-span. With a
+    journal the scan goes token by token: mlx-lm's own over several tokens sums in another order."""
 
     spans: Spans
+    conv_kernel_size: int
 
     def _conv(self, conv_input: mx.array, cache: Any, mask: mx.array | None) -> mx.array:
         step = partial(super()._conv, cache=cache, mask=mask)  # type: ignore[misc]
         if not self.spans.ask(conv_input, mask, cache):
             return step(conv_input)
-        return self.spans.run(cache, (0,), step, conv_input)
+        return self.spans.run(cache, (0,), step, partial(self._record_conv, step, cache), conv_input)
+
+    def _record_conv(
+        self, step: Callable[..., mx.array], cache: Any, journal: Journal, conv_input: mx.array
+    ) -> mx.array:
+        keep_window(journal, cache, 0, conv_input, self.conv_kernel_size - 1)
+        return step(conv_input)
 
     def _ssm(
         self, hidden_states: mx.array, B: mx.array, C: mx.array, dt: mx.array, cache: Any, mask: mx.array | None
@@ -103,7 +135,24 @@ class _Mamba2:
         step = partial(super()._ssm, cache=cache, mask=mask)  # type: ignore[misc]
         if not self.spans.ask(hidden_states, mask, cache):
             return step(hidden_states, B, C, dt)
-        return self.spans.run(cache, (1,), step, hidden_states, B, C, dt)
+        record = partial(self._record_ssm, step, cache)
+        return self.spans.run(cache, (1,), step, record, hidden_states, B, C, dt)
+
+    def _record_ssm(self, step: Callable[..., mx.array], cache: Any, journal: Journal, *inputs: mx.array) -> mx.array:
+        before = cache[1]
+        journal.keep(cache, (1,), [before, *inputs], self._after, fresh=before is None)
+        return mx.concatenate([step(*(x[:, t : t + 1] for x in inputs)) for t in range(journal.width)], axis=1)
+
+    def _after(self, kept: Kept, rows: Rows) -> list[mx.array]:
+        before, *inputs = kept
+
+        def step(state: mx.array | None, *token: mx.array) -> mx.array:
+            cache = ArraysCache(2)
+            cache[1] = state
+            super(_Mamba2, self)._ssm(*token, cache=cache, mask=None)  # type: ignore[misc]
+            return cache[1]
+
+        return [scan(step, before, inputs, rows)]
 
 
 class SpannedFalconH1Mixer(_Mamba2, FalconH1Mixer): ...
@@ -125,22 +174,25 @@ class _ShortConv:
     """A gated short convolution, whose window (slot 0) is its only state."""
 
     spans: Spans
+    L_cache: int
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
         if not self.spans.ask(x, mask, cache):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         B, C, x = mx.split(self.in_proj(x), 3, axis=-1)  # type: ignore[attr-defined]
-        out = self.spans.run(cache, (0,), partial(self._convolve, cache=cache), B * x)
+        out = self.spans.run(cache, (0,), partial(self._convolve, cache), partial(self._record, cache), B * x)
         cache.advance(x.shape[1])
         return self.out_proj(C * out)  # type: ignore[attr-defined]
 
-    def _convolve(self, x: mx.array, cache: Any) -> mx.array:
+    def _convolve(self, cache: Any, x: mx.array) -> mx.array:
         """[B, S, H] -> [B, S, H]."""
-        keep = self.L_cache - 1  # type: ignore[attr-defined]
-        past = cache[0] if cache[0] is not None else mx.zeros((x.shape[0], keep, x.shape[2]), dtype=x.dtype)
-        window = mx.concatenate([past, x], axis=1)
-        cache[0] = window[:, -keep:]
+        window = joined(cache[0], x, self.L_cache - 1)
+        cache[0] = window[:, -(self.L_cache - 1) :]
         return self.conv(window)  # type: ignore[attr-defined]
+
+    def _record(self, cache: Any, journal: Journal, x: mx.array) -> mx.array:
+        keep_window(journal, cache, 0, x, self.L_cache - 1)
+        return self._convolve(cache, x)
 
 
 class SpannedShortConv(_ShortConv, lfm2.ShortConv): ...
