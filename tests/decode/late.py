@@ -28,7 +28,7 @@ from mlxkv.decode.seats import Seats
 from mlxkv.decode.solo import Solo
 from mlxkv.decode.ticket import Ticket
 from tests import tiny
-from tests.decode.many import Alone, Crowd, Outcome, Planned, Seen, ask, changed, holding, load, settled, wrong_with
+from tests.decode.many import Crowd, Outcome, Planned, Seen, ask, changed, load, settled, wrong_with
 
 #: points of a cycle, in their order, and of what lies between cycles
 POINTS = (
@@ -111,7 +111,7 @@ class Due:
 
 @dataclass
 class House(Crowd):
-    """``trace``: what the engine's thread did: forwards, cycles, chunks (with their tokens), what was said and queued."""
+    """``trace``: what the engine's thread did, and for whom: forwards, cycles, chunks, what was said and queued."""
 
     engine: Engine
     seen: dict[int, Outcome] = field(default_factory=dict)
