@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..config import NAMES, Settings, config_file, data_dir
 from ..errors import ConfigError, MlxkvError
 from .cache_text import size
 from .options import Flags
+
+if TYPE_CHECKING:
+    from ..models.mtp import Found
 
 NEEDED_MLX = (0, 32, 4)
 NETWORK = {
@@ -221,10 +224,11 @@ def _model(settings: Settings) -> Iterator[Check]:
         yield Check("model", "warn", error.message, error.cure)
         return
     from mlx_lm.models.cache import make_prompt_cache
-    from mlx_lm.utils import hf_repo_to_path, load_model
+    from mlx_lm.utils import hf_repo_to_path
 
     from ..cache.state import UnknownCache, members_of
     from ..models import folder, mtp
+    from ..models.loading import open_network
 
     try:
         if not Path(name).exists():
@@ -237,13 +241,13 @@ def _model(settings: Settings) -> Iterator[Check]:
                 return
         else:
             path = folder.resolve(name)
-        folder.check(path)
+        found = mtp.find(path, folder.check(path))
     except MlxkvError as error:
         yield Check("model", "fail", error.message, error.cure)
         return
     weights = sum(file.stat().st_size for file in folder.weight_files(path))
     yield Check("model", "ok", f"{path} ({size(weights)} of weights)")
-    network, config = load_model(path, lazy=True)  # reads headers; no weight is evaluated
+    network, config = open_network(path, found.names)  # reads headers; no weight is evaluated
     caches = make_prompt_cache(network)
     architecture = config.get("model_type", "?")
     try:
@@ -259,16 +263,24 @@ def _model(settings: Settings) -> Iterator[Check]:
         what = f"{settings.store_bits}: rows of {n} layers, where 32 divides their width"
         none = f"{settings.store_bits}, which changes nothing: no layer keeps rows that can be stored quantised"
         yield Check("store bits", "ok" if n else "warn", what if n else none)
-    found = mtp.find(path, config)
-    if found.reason:
-        yield Check("MTP head", "warn", f"found, not used: {found.reason}", "It runs without its head.")
-    else:
-        tensors = len(found.names)
-        yield Check("MTP head", "ok", f"found ({tensors} tensors)" if tensors else "none in this checkpoint")
+    yield _head(found)
     width = (config.get("text_config") or config).get("linear_key_head_dim")
     if isinstance(width, int) and width % 32:
         slow = f"key heads are {width} wide, no multiple of 32: Metal's gated-delta kernel cannot be used"
         yield Check("recurrent kernel", "warn", slow, "It runs with plain operations, slower.")
+
+
+def _head(found: Found) -> Check:
+    if not found.usable:
+        if not (found.names or found.reason):
+            return Check("MTP head", "ok", "none in this checkpoint")
+        what = "found, not used" if found.names else "none that can be read"
+        return Check("MTP head", "warn", f"{what}: {found.reason}", "It runs without its head.")
+    layers = f"{found.n_layers} layers" if found.n_layers > 1 else "1 layer"
+    drafts = "any number of drafts" if found.most_drafts is None else f"{found.most_drafts} draft in a row"
+    where = ", ".join(file.name for file in found.files)
+    what = f"{found.family}, {layers} ({len(found.names)} tensors in {where}), {drafts}"
+    return Check("MTP head", "ok", f"found: {what}")
 
 
 def _selftest() -> Iterator[Check]:

@@ -22,10 +22,14 @@ DEEPEST = 8
 ALLOWANCE, EARNED = 2.5, 0.006
 #: another depth is taken where it gives so many times the tokens a second; drafting is begun, or given up, likewise
 BETTER, BEGIN, GIVE_UP = 1.03, 1.03, 0.99
+#: of a batch by so much more: what it costs depends on its rows, and they do not all gain
+BATCH = 1.06
 #: plain steps until a parked sequence is tried again, at first and at most; doubled each time that fails
-PARK, PARKED = 4, 1024
+PARK, PARKED = 4, 256
+#: plain steps until a drafter that had nothing to propose is asked again, at first and at most
+QUIET, QUIETEST = 1, 16
 #: cycles until plain steps are timed again, at first and at most, and how many of them there are then
-LOOK, LOOKS, LOOK_STEPS = 64, 1024, 3
+LOOK, LOOKS, LOOK_STEPS = 64, 1024, 4
 #: cycles until the depths beside the one in use are tried, at first and at most
 TRY, TRIES = 4, 256
 #: measurements that are kept of one shape, and how many plain ones are needed before anything is tried
@@ -36,6 +40,8 @@ SHIFT = 1.25
 LEAST = 1.05
 #: what a cycle counts for against the next one: of a sequence, and of the engine
 FADE, FADE_ENGINE = 0.96, 0.99
+#: of the first drafts of earlier sequences, so few were accepted that the next one's hardly will be
+HOPELESS = 0.2
 #: before anything was seen: how often a draft is taken to be accepted, and how many drafts that counts for
 GUESS, WEIGHT = 0.6, 1.0
 #: a cycle that was never made is taken to cost so many plain steps, and so many more for each draft
@@ -74,7 +80,7 @@ class Accepted:
     def seen(self, place: int) -> float:
         return self._seen[place]
 
-    def rate(self, place: int, guess: float, weight: float) -> float:
+    def rate(self, place: int, guess: float, weight: float = WEIGHT) -> float:
         """Of the draft at ``place`` (from 0), where ``guess`` counts for ``weight`` drafts."""
         return (self._right[place] + weight * guess) / (self._seen[place] + weight)
 
@@ -88,11 +94,13 @@ class Course:
     """What a stream does now: a sequence by itself, or all batches of so many rows. ``k``: drafts of its cycles, 0
     while parked."""
 
-    def __init__(self) -> None:
+    def __init__(self, park: int = PARK) -> None:
         self.k = 0
-        self.park = PARK
+        self.park = park
         #: plain steps until drafts are tried again
         self.wait = 0
+        #: the same for one that had nothing to propose
+        self.quiet, self.silent = QUIET, 0
         self.look = LOOK
         #: cycles since plain steps were timed
         self.cycles = 0
@@ -107,7 +115,9 @@ class History:
 
     def __init__(self, engine: Accepted) -> None:
         self.accepted, self.engine = Accepted(FADE), engine
-        self.course = Course()
+        # where earlier ones had nothing accepted, the second try waits longer
+        hopeless = engine.seen(0) > 8 and engine.rate(0, GUESS) < HOPELESS
+        self.course = Course(8 * PARK if hopeless else PARK)
 
     def rates(self, k: int) -> list[float]:
         """How likely each of ``k`` drafts is accepted if those before are: what this sequence has shown, and besides
@@ -115,7 +125,7 @@ class History:
         found: list[float] = []
         before = GUESS
         for place in range(k):
-            there = self.engine.rate(place, before, WEIGHT)
+            there = self.engine.rate(place, before)
             guess = there if place == 0 else min(0.98, found[-1] * there / max(before, 1e-3))
             found.append(self.accepted.rate(place, guess, WEIGHT if place == 0 else 2 * WEIGHT))
             before = there
@@ -143,19 +153,31 @@ class Costs:
         self._times: dict[int, deque[float]] = {}
         #: what was typical of a shape when the others were last changed with it
         self._was: dict[int, float] = {}
+        #: answers, until there is another measurement
+        self._usual: dict[int, float] = {}
+        self._answers: dict[int, float] = {}
 
     def add(self, k: int, seconds: float) -> None:
         times = self._times.setdefault(k, deque(maxlen=KEPT))
         times.append(seconds)
+        self._answers.clear()
+        self._usual[k] = usual = typical(times)
         if len(times) < KEPT:
             return
-        change = typical(times) / self._was.setdefault(k, typical(times))
+        change = usual / self._was.setdefault(k, usual)
         if not 1 / SHIFT < change < SHIFT:
             for other in self._times:
                 if other != k:
                     self._times[other] = deque((t * change for t in self._times[other]), maxlen=KEPT)
+                    self._usual[other] *= change
                     self._was.pop(other, None)
-            self._was[k] = typical(times)
+            self._was[k] = usual
+
+    def forget(self, k: int) -> None:
+        """What is known of it is old."""
+        for known in (self._times, self._was, self._usual):
+            known.pop(k, None)
+        self._answers.clear()
 
     def known(self, k: int) -> int:
         """How often it was measured, lately."""
@@ -169,14 +191,22 @@ class Costs:
     @property
     def plain(self) -> float:
         """Seconds of a plain step; 0 before there was one."""
-        return typical(self._times[0]) if self.known(0) else 0.0
+        return self._usual.get(0, 0.0)
 
     def cycle(self, k: int, like: Costs | None = None) -> float:
         """Seconds of a cycle with ``k`` drafts. Where that was not measured: as those that were and cost most nearly as
         much, then in proportion as with ``like``, then as one may guess. Plain steps were measured."""
+        if k in self._answers:
+            return self._answers[k]
+        if not self.deepest:
+            return self._cycle(k, like)
+        self._answers[k] = seconds = self._cycle(k, None)
+        return seconds
+
+    def _cycle(self, k: int, like: Costs | None) -> float:
         times, least = self._times.get(k, ()), LEAST * self.plain
         if len(times) >= NEEDED:
-            return max(typical(times), least)
+            return max(self._usual[k], least)
         # first ones may have waited for a kernel that was built: they are not believed until there are others
         return max(least, min([1.25 ** len(times) * self._guess(k, like), *times]))
 
@@ -194,9 +224,9 @@ class Costs:
         elif len(known) > 1:
             (a, b) = (below[-2], below[-1]) if below else (above[0], above[1])
         else:  # a part of what is above a plain step is the drafts'
-            at = typical(self._times[known[0]])
+            at = self._usual[known[0]]
             return max(plain, at + (at - plain) * DRAFT / (CYCLE - 1 + DRAFT * known[0]) * (k - known[0]))
-        at_a, at_b = (typical(self._times[n]) for n in (a, b))
+        at_a, at_b = self._usual[a], self._usual[b]
         slope = max(0.0, (at_b - at_a) / (b - a))
         return max(at_b + slope * (k - b), plain)
 
@@ -226,22 +256,22 @@ class Depth:
     def next(self, rows: Sequence[History], most: int | None = None) -> int:
         """Drafts for the next cycle of a group of these rows; 0: a plain step. ``most``: what is left of their answers
         and their room allow (``drafts_left``)."""
-        limit = self.most if most is None else min(self.most, most)
-        if self.fixed is not None:
-            return min(self.fixed, limit if most is not None else self.fixed)
-        if limit < 1 or not rows:
-            return 0
+        limit = self.most if self.fixed is None else self.fixed
+        limit = limit if most is None else max(0, min(limit, most))
+        if self.fixed is not None or not limit or not rows:
+            return limit
         course, costs = self._course(rows), self._costs_of(len(rows))
-        if costs.known(0) < NEEDED or course.steps:
+        if costs.known(0) < NEEDED or course.steps or course.silent or (course.wait and not course.k):
             return 0
         best, gain = self._best(rows, course, costs, limit)
         if best:
-            if self._looks(course, gain):
+            if self._looks(course, costs, gain):
                 return 0
             course.k = best
             return self._tried(rows, course, costs, limit) or best
-        lost = costs.cycle(1, self._like(len(rows))) / costs.plain - 1  # as if nothing were accepted
-        return 1 if course.wait <= 0 and self.allowance >= lost else 0
+        expected = sum(row.tokens(1)[1] for row in rows) / len(rows)
+        lost = costs.cycle(1, self._like(len(rows))) / costs.plain - expected
+        return 1 if self.allowance >= min(lost, ALLOWANCE) else 0
 
     def _best(self, rows: Sequence[History], course: Course, costs: Costs, limit: int) -> tuple[int, float]:
         """The depth that gives the most tokens a second, 0 for plain steps, and what it gains: its tokens a second over
@@ -253,7 +283,8 @@ class Depth:
             return 0, 1.0
         if course.k in gains and gains[best] < BETTER * gains[course.k]:
             best = course.k
-        return (best, gains[best]) if gains[best] > (GIVE_UP if course.k else BEGIN) else (0, 1.0)
+        least = (GIVE_UP if course.k else BEGIN) * (BATCH if len(rows) > 1 else 1)
+        return (best, gains[best]) if gains[best] > least else (0, 1.0)
 
     def _gains(self, rows: Sequence[History], costs: Costs, reach: int) -> dict[int, float]:
         depths = [k for k in self.rungs if k <= reach]
@@ -278,10 +309,11 @@ class Depth:
         course.tries = course.untried = min(TRIES, 2 * course.tries if costs.known(k) >= NEEDED else course.tries)
         return k
 
-    def _looks(self, course: Course, gain: float) -> bool:
+    def _looks(self, course: Course, costs: Costs, gain: float) -> bool:
         """Whether plain steps are to be timed again, which cost what drafting gains."""
         if course.cycles < course.look or self.allowance < min(ALLOWANCE, LOOK_STEPS * (gain - 1)):
             return False
+        costs.forget(0)
         course.cycles, course.steps, course.look = 0, LOOK_STEPS, min(LOOKS, 2 * course.look)
         return True
 
@@ -295,8 +327,10 @@ class Depth:
         out. ``drafted``: where some had fewer drafts than k."""
         costs, course = self._costs_of(len(rows)) if rows else Costs(), self._course(rows) if rows else Course()
         self._note(costs, k, seconds)
-        if costs.known(0):  # what it took, unless it waited for something
-            took = min(seconds, 2 * costs.cycle(k, self._like(len(rows))))
+        if costs.known(0):
+            usual = costs.cycle(k, self._like(len(rows)))
+            # what it took, if that can be: a first one may have waited for a kernel that was built
+            took = usual if costs.known(k) < NEEDED else min(seconds, 2 * usual)
             self._pay(took / costs.plain - sum(kept) / len(rows))
         for row, n, d in zip(rows, kept, drafted or [k] * len(rows), strict=True):
             row.accepted.add(min(d, DEEPEST), n - 1)
@@ -304,6 +338,7 @@ class Depth:
         self._cycles = True
         course.cycles += 1
         course.untried -= 1
+        course.quiet = QUIET
         if self.fixed is not None or not rows or not costs.known(0):
             return
         best, _ = self._best(rows, course, costs, self.most)
@@ -325,11 +360,12 @@ class Depth:
         self._cycles = False
         self._pay(-EARNED)
         course.wait, course.steps = max(0, course.wait - 1), max(0, course.steps - 1)
+        course.silent = max(0, course.silent - 1)
 
     def nothing(self, rows: Sequence[History]) -> None:
         """The drafter had nothing to propose."""
         course = self._course(rows)
-        course.wait, course.park = course.park, min(4 * PARK, 2 * course.park)
+        course.silent, course.quiet = course.quiet, min(QUIETEST, 2 * course.quiet)
 
     def paid(self, rows: Sequence[History], seconds: float) -> None:
         """Spent for being able to draft: to catch a drafter up with its sequence."""

@@ -23,15 +23,17 @@ from .group import Group
 from .handoff import Event, Handoff, Picture, State
 from .memory import TOKEN_BYTES, Memory, give_back
 from .options import Options
-from .pace import Ladder, Pace
+from .pace import Ladder
 from .pool import Pool
 from .prefill import Prefill
+from .reading import Reading
 from .reservation import OPEN_END, reserve
 from .runtime import Runtime
-from .scheduler import Admission, Rounds, Turns, max_gap, next_chunk
+from .scheduler import Admission, Rounds, max_gap
 from .seats import Seats
 from .sequence import Sequence
 from .solo import Allotment
+from .speculation import Counts
 from .status import Status
 from .ticket import Ticket
 
@@ -46,23 +48,21 @@ class Loop:
 
     def __init__(self, rt: Runtime, options: Options, failed: Callable[[BaseException], EngineError]) -> None:
         self.rt, self._failed = rt, failed
-        self._gap = max_gap(options.max_gap_ms, rt.device)
         self._max_rows = options.max_rows
-        self._ladder, self._pace = Ladder.up_to(rt.chunk), Pace()
-        self._admission, self._turns, self._rounds = Admission(), Turns(), Rounds()
+        self._admission, self._rounds = Admission(), Rounds()
         #: how a stream that speculates lets others in
         self.handoff = Handoff()
         self.tickets: deque[Ticket] = deque()
         #: prompts that wait for room, in the order in which they came
         self.waiting: list[Sequence] = []
         self.restoring: dict[Sequence, Restoring] = {}
-        self.prefills: dict[Sequence, Prefill] = {}
         self.seats = Seats(rt, options.max_rows, options.compile)
+        #: whether newcomers have their first chunks before anybody's next step, instead of a turn each
+        self._lets_in = self.seats.speculation is not None
+        self._reading = Reading(Ladder.up_to(rt.chunk), max_gap(options.max_gap_ms, rt.device), self._lets_in)
         #: rows of the caches of those who do not decode yet
         self._allotments: dict[Sequence, Allotment] = {}
         self._steps, self._step_s = 0, 0.0
-        #: seconds that chunks took since the last step
-        self._chunk_s = 0.0
         self._rested = 0
         self._admitted = False
         #: told when somebody was admitted, within a turn
@@ -71,6 +71,11 @@ class Loop:
         self.look: Callable[[], None] = lambda: None
 
     # what others see
+
+    @property
+    def prefills(self) -> dict[Sequence, Prefill]:
+        """Prompts that are read."""
+        return self._reading.prefills
 
     @property
     def groups(self) -> list[Group]:
@@ -103,6 +108,7 @@ class Loop:
         shapes = [
             (g.executor.slots, g.executor.batch.capacity if isinstance(g.executor, Batched) else 0) for g in self.groups
         ]
+        drafts = self.seats.speculation.counts if self.seats.speculation is not None else Counts()
         return Status(
             running=self.seats.rows,
             prefilling=len(self.prefills),
@@ -120,6 +126,10 @@ class Loop:
             turns=self.seats.obstacle,
             handoff=self.handoff.state.value,
             handoffs=self.handoff.changes(),
+            cycles=drafts.cycles,
+            drafted=drafts.proposed,
+            accepted=drafts.accepted,
+            depth=self.seats.speculation.last if self.seats.speculation is not None else 0,
         )
 
     def allotted(self, sequence: Sequence) -> int:
@@ -164,8 +174,7 @@ class Loop:
         all their caches."""
         if not self.groups:
             self._rounds = Rounds()
-        if not self.prefills:
-            self._turns = Turns()
+        self._reading.forget()
         if not self.waiting:
             self._admission = Admission()
 
@@ -233,22 +242,18 @@ class Loop:
         return [group for group in self.groups if group.rows and group.speculates]
 
     @property
-    def _hands_over(self) -> bool:
-        """A stream speculates, or did: who comes has its first chunk before the next step of anybody."""
-        return self.handoff.state is not State.IDLE
-
-    def _new(self) -> list[Sequence]:
-        """Whose prompts have not had their first chunk."""
-        return [s for s, p in self.prefills.items() if p.remaining and not p.chunks]
+    def _knocking(self) -> int:
+        """Requests that nobody has looked at, as far as there are places for them."""
+        return min(len(self.tickets), max(0, self._max_rows - self.active - len(self.waiting)))
 
     def _see(self) -> None:
         """Tell the handoff what there is."""
-        through, new = sum(p.remaining == 0 for p in self.prefills.values()), len(self._new())
+        through, new = len(self._reading.through), len(self._reading.new)
         self.handoff.see(
             Picture(
                 streams=len(self._streams),
                 rows=self.seats.rows,
-                newcomers=len(self.tickets) + new,
+                newcomers=self._knocking + new,
                 reading=len(self.prefills) - through - new,
                 through=through,
             )
@@ -259,7 +264,7 @@ class Loop:
         than that wait for one step, which is no cycle."""
         for _ in range(LOOKS):
             self.look()
-            if not (self.tickets or self._new()):
+            if not (self._knocking or self._reading.new):
                 break
             self._receive()
             self._leave()
@@ -268,7 +273,7 @@ class Loop:
             self._restore()
             self._see()
             self._seat()
-            self._chunks(self._new())
+            self._chunks(self._reading.besides())
         else:
             self.look()
         self._see()
@@ -284,8 +289,8 @@ class Loop:
     # requests
 
     def _receive(self) -> None:
-        """Build prompts: one a turn while others decode, whose tokens would wait for it; where a stream speculates,
-        all: its next step waits for their first chunks."""
+        """Build prompts: one a turn while others decode, whose tokens would wait for it; where something drafts, of all
+        for whom there are places: the next step waits for their first chunks."""
         while self.tickets:
             ticket = self.tickets.popleft()
             if ticket.cancelled:
@@ -299,7 +304,7 @@ class Loop:
                 ticket.fail(self._its_own(e))
                 continue
             self.waiting.append(sequence)
-            if self.groups and not self._hands_over:
+            if self.groups and not (self._lets_in and self._knocking):
                 break
 
     def _refuse_what_never_fits(self, sequence: Sequence) -> None:
@@ -405,57 +410,32 @@ class Loop:
     # work
 
     def _read(self) -> None:
-        """A chunk of one prompt, and where a stream speculates of all that have had none; those that are read, or
-        restored to their end, begin to decode."""
+        """A chunk of one prompt, and where something drafts of all that have had none; those that are read, or restored
+        to their end, begin to decode."""
         self._seat()
-        if not self.prefills:
-            return
-        key: Any = self._turns.next({s: p.remaining for s, p in self.prefills.items()})
-        # who has had a chunk is not in the way of who has not
-        new = [s for s in self._new() if s is not key] if self._hands_over else []
-        self._chunks([*new, key])
+        if self.prefills:
+            self._chunks(self._reading.next())
 
     def _seat(self) -> None:
         self._drain()
-        for sequence in [s for s, p in self.prefills.items() if p.remaining == 0]:
+        for sequence in self._reading.through:
             self._place(sequence)
 
     def _chunks(self, chosen: list[Sequence]) -> None:
-        """A chunk of each, in what is left of the time between two steps; the shortest prompt's first."""
-        chosen.sort(key=lambda s: (self.prefills[s].chunks > 0, self.prefills[s].remaining))
+        """A chunk of each. Then those whose prompt was read begin to decode: nobody's first chunk waits for that."""
         for i, sequence in enumerate(chosen):
-            self._turns.besides(sequence)
-            if sequence in self.prefills:  # it may have been lost with another
-                self._chunk(sequence, len(chosen) - i, self._chunk_s if self._hands_over else 0.0)
-
-    def _chunk(self, key: Sequence, among: int, spent: float) -> None:
-        """A chunk of this prompt, one of ``among`` that are left before the next step; ``spent``: seconds that others
-        took since the last one."""
-        prefill = self.prefills[key]
-        position = prefill.state.position
-        shapes = [(g.executor.slots, max(g.positions().values(), default=0)) for g in self.groups if g.rows]
-        most = next_chunk(
-            self._ladder,
-            self._pace,
-            self._gap,
-            position,
-            prefilling=len(self.prefills),
-            groups=shapes,
-            among=among,
-            spent=spent,
-        )
-        started = time.monotonic()
-        try:
-            tokens = prefill.chunk(most)
-        except Exception as e:
-            self._lost(e, self._told(e), [key])
-            return
-        self.seats.steps.interrupt()  # what comes next has waited for the chunk: it is no measure of a step
-        seconds = time.monotonic() - started
-        self._chunk_s += seconds
-        self._pace.chunk_took(tokens, position, seconds)
-        if prefill.remaining == 0:
-            self._place(key)
+            if sequence not in self.prefills:  # lost with another
+                continue
+            shapes = [(g.executor.slots, max(g.positions().values(), default=0)) for g in self.groups if g.rows]
+            try:
+                self._reading.chunk(sequence, shapes, len(chosen) - i)
+            except Exception as e:
+                self._lost(e, self._told(e), [sequence])
+            else:
+                self.seats.interrupt()
+        for sequence in chosen:
+            if sequence in self.prefills and not self.prefills[sequence].remaining:
+                self._place(sequence)
 
     def _place(self, sequence: Sequence) -> None:
         if sequence not in self.prefills:  # lost with another
@@ -483,19 +463,21 @@ class Loop:
 
     def _step(self, group: Group) -> None:
         self._see()
-        if self._hands_over:
+        if self._lets_in:
             self._let_in()
             if group not in self.groups:
                 return
-        started = time.monotonic()
+        started, made = time.monotonic(), group.forwards
         with self._changing(), self.pool.step():
             self.seats.step(group, self.handoff.may_cycle)
         seconds = time.monotonic() - started
-        self._chunk_s = 0.0
         self._steps += 1
         self._step_s += seconds
-        if group.rows:
-            self._pace.step_took(group.executor.slots, max(group.positions().values()), seconds)
+        # what was in flight may only have been read, and who left took columns along
+        says = bool(group.rows) and group.forwards > made
+        self._reading.stepped(
+            group.executor.slots, max(group.positions().values(), default=0), seconds if says else 0.0
+        )
 
     def _greet(self) -> None:
         """First tokens are read at once: they would wait for the next chunk of another's prompt. By a step, so that the

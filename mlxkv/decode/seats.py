@@ -150,6 +150,12 @@ class Seats:
         if group.rows:
             group.step(cycle)
 
+    def interrupt(self) -> None:
+        """What comes next has waited for something else: it is no measure of a step."""
+        self.steps.interrupt()
+        if self.speculation is not None:
+            self.speculation.interrupt()
+
     def _lengthen(self, group: Group, need: int) -> None:
         """Room for ``need`` rows; where there is none, those who need them have failed, and the others go on."""
         if not any(at + 1 >= need for at in group.positions().values()):

@@ -64,7 +64,7 @@ class Proposal:
     def judge(self, logits: mx.array) -> dict[int, Verdict]:
         """``logits`` [slots, k + 1, V] of the forward over roots and drafts."""
         judged = judge([self.trials.get(slot) for slot in range(logits.shape[0])], logits)
-        return {slot: verdict for slot, verdict in enumerate(judged) if verdict is not None}
+        return {slot: judged[slot] for slot in self.trials}
 
 
 class Speculation:

@@ -6,8 +6,8 @@ used, ``load`` gives the head, ``WithHead`` runs body and head as one.
 
 from .find import Found, find, open_head
 from .head import Head
-from .loading import load
+from .loading import evaluate, load
 from .qwen import QwenHead as MTPHead
 from .with_head import WithHead
 
-__all__ = ["Found", "Head", "MTPHead", "WithHead", "find", "load", "open_head"]
+__all__ = ["Found", "Head", "MTPHead", "WithHead", "evaluate", "find", "load", "open_head"]

@@ -78,12 +78,15 @@ def _opened(tensors: Tensors, layout: Layout, names: list[str], config: dict[str
         fit(head, weights)
     except Misfit as error:
         return Found(tuple(sorted(held)), False, str(error), files=paths), None
+    except Exception as error:  # configs and tensors of strangers fail in every way there is
+        why = f"it cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return Found(tuple(sorted(held)), False, why, files=paths), None
     found = Found(tuple(sorted(held)), moved, "", head.family, head.n_layers, head.most_drafts, paths)
     return found, Opened(head, weights, moved, files)
 
 
 def _others(names: list[str], config: dict[str, Any]) -> list[str]:
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     layers = text.get("num_hidden_layers") or text.get("num_layers")
     out = []
     for name in names:

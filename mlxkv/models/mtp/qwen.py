@@ -65,7 +65,7 @@ class Qwen:
         return name[name.index("mtp.") + len("mtp.") :]
 
     def build(self, config: dict[str, Any], weights: Mapping[str, mx.array]) -> tuple[Head, dict[str, mx.array]]:
-        text = copy.deepcopy(config.get("text_config", config))
+        text = copy.deepcopy(config.get("text_config") or config)
         if text.get("mtp_use_dedicated_embeddings"):
             raise Misfit("it has embeddings of its own, whose layout is not known")
         numbers = layer_numbers(weights, "layers.")

@@ -21,11 +21,6 @@ VERSION = "1"
 _CHECKPOINT = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
-def side_files(path: Path) -> list[Path]:
-    """Files beside those that mlx-lm reads in which a head may be, sorted."""
-    return sorted(path.glob("mtp*.safetensors"))
-
-
 @dataclass(frozen=True)
 class File:
     """One weight file. ``own``: written by ``mlxkv convert``, with ``norms`` "w" or "w-1"; ``checkpoint``: part of the
@@ -62,7 +57,7 @@ class Tensors:
             named = folder.read_json(index).get("weight_map")
         listed = set(named.values()) if isinstance(named, dict) else None
         files, damaged = [], []
-        for file in [*folder.weight_files(path), *side_files(path)]:
+        for file in [*folder.weight_files(path), *folder.side_files(path)]:
             try:
                 header = folder.read_header(file)
             except ModelError as error:
