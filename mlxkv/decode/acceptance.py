@@ -150,17 +150,15 @@ def accepted(p: mx.array, q: mx.array, drafts: mx.array, u: mx.array, keys: mx.a
     weights of a row of ``p`` are -inf or one is NaN, which plain sampling does not survive either.
     """
     n, m = p.shape[0], q.shape[0]
-    probs, drawn = mx.softmax(p, axis=-1), mx.softmax(q, axis=-1)
+    probs, drawn = mx.softmax(p[:m], axis=-1), mx.softmax(q, axis=-1)
     at = drafts[:, None]
-    of_p, of_q = (mx.take_along_axis(each, at, axis=-1)[:, 0] for each in (probs[:m], drawn))
+    of_p, of_q = (mx.take_along_axis(each, at, axis=-1)[:, 0] for each in (probs, drawn))
     # u < p/q without a division: a q of 0 keeps what p allows, a p of 0 is never kept
     kept = mx.cumprod((u * of_q < of_p).astype(mx.int32)).sum()
-    place = mx.minimum(kept, n - 1)
-    if m < n:
-        drawn = mx.concatenate([drawn, mx.zeros_like(probs[:1])])
-    rest = mx.log(mx.maximum(probs[place] - drawn[place], 0.0))
+    place, row = mx.minimum(kept, n - 1), mx.minimum(kept, m - 1)
+    rest = mx.log(mx.maximum(probs[row] - drawn[row], 0.0))
     # p where nothing was drafted, and where rounding left nothing of the rest: a chance of one in some millions
-    weights = mx.where((place < m) & (mx.max(rest) > -float("inf")), rest, p[place])
+    weights = mx.where((kept < m) & (mx.max(rest) > -float("inf")), rest, p[place])
     last = draw(weights[None], keys[place])
     tokens = mx.where(mx.arange(n) < kept, mx.concatenate([drafts, last])[:n], last)
     return tokens, mx.minimum(kept + 1, n)

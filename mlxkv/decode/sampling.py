@@ -179,14 +179,13 @@ class Sampler:
         """[n, vocabulary] of processed ``logits``: unnormalised log-probabilities after filters and temperature, -inf
         for what was filtered out."""
         p = self.params
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if p.top_p < 1:
-            logprobs = top_p(logprobs, p.top_p)
+            logits = top_p(logits, p.top_p)
         if p.min_p:
-            logprobs = min_p(logprobs, p.min_p)
+            logits = min_p(logits, p.min_p)
         if self._top_k:
-            logprobs = top_k(logprobs, self._top_k)
-        return logprobs * (1.0 / p.temperature)
+            logits = top_k(logits, self._top_k)
+        return logits * (1.0 / p.temperature)
 
 
 def draw(weights: mx.array, key: mx.array) -> mx.array:
