@@ -19,7 +19,7 @@ import numpy as np
 from mlxkv.decode.acceptance import Trial, accepted
 from mlxkv.decode.constraint import pack
 from mlxkv.decode.request import SamplingParams
-from mlxkv.decode.sampling import ACCEPT, DRAFT, TOKEN, Sampler, draw
+from mlxkv.decode.sampling import DRAFT, TOKEN, Sampler, draw
 from mlxkv.errors import DeadEnd
 
 VOCAB, LENGTH = 5, 3
@@ -122,13 +122,19 @@ def _probabilities(p: SamplingParams, x: np.ndarray, said: tuple[int, ...], gram
 
 @cache
 def keys(seeds: tuple[int, ...]) -> np.ndarray:
-    """uint32 [n, LENGTH + 1, purposes, 2]: the keys of samplers with these seeds of their own, by index and purpose."""
-    out = []
-    for seed in seeds:
-        sampler = Sampler(SamplingParams(), [], VOCAB, own_seed=seed)
-        out.append([[sampler._number(i, purpose) for purpose in (TOKEN, DRAFT, ACCEPT)] for i in range(LENGTH + 1)])
-    numbers = np.array(out, np.uint64)
-    return np.stack([numbers >> np.uint64(32), numbers & np.uint64(2**32 - 1)], axis=-1).astype(np.uint32)
+    """uint32 [n, purposes, LENGTH + 1, 2]: the keys of samplers with these seeds of their own, by purpose and index."""
+    rows = [mx.stack([s.keys(0, LENGTH + 1, purpose) for purpose in (TOKEN, DRAFT)]) for s in _samplers(seeds)]
+    return np.array(mx.stack(rows))
+
+
+@cache
+def chances(seeds: tuple[int, ...]) -> np.ndarray:
+    """float32 [n, LENGTH]: the numbers that decide on drafts."""
+    return np.array(mx.stack([s.chances(0, LENGTH) for s in _samplers(seeds)]))
+
+
+def _samplers(seeds: tuple[int, ...]) -> list[Sampler]:
+    return [Sampler(SamplingParams(), [], VOCAB, own_seed=seed) for seed in seeds]
 
 
 class Texts:
@@ -138,7 +144,7 @@ class Texts:
         self.case = case
         sampler = case.sampler(0)
         self.p, self.q = (self._weights(sampler, mx.array(each)) for each in case.logits())
-        self.keys = keys(tuple(seeds))
+        self.keys, self.chances = keys(tuple(seeds)), chances(tuple(seeds))
 
     def _weights(self, sampler: Sampler, logits: mx.array) -> mx.array:
         """What is sampled from after each prefix, [prefixes, V]; where none may come, nothing is read."""
@@ -158,7 +164,7 @@ class Texts:
         said: list[tuple[int, ...]] = [()] * len(self.keys)
         for i in range(LENGTH):
             weights = self.p[mx.array([PLACE[t] for t in said])]
-            drawn = np.array(_draws(weights, mx.array(self.keys[:, i, TOKEN])))
+            drawn = np.array(_draws(weights, mx.array(self.keys[:, TOKEN, i])))
             said = [(*t, int(d)) for t, d in zip(said, drawn, strict=True)]
         return np.array(said)
 
@@ -168,12 +174,12 @@ class Texts:
         for length in range(LENGTH):  # who stands here has another cycle
             here = [i for i, t in enumerate(said) if len(t) == length]
             if here:
-                for i, more in zip(here, self._cycle([said[i] for i in here], self.keys[here], rule), strict=True):
+                for i, more in zip(here, self._cycle([said[i] for i in here], here, rule), strict=True):
                     said[i] = (*said[i], *more)[:LENGTH]
         return np.array(said)
 
-    def _cycle(self, said: list[tuple[int, ...]], keys: np.ndarray, rule: Rule) -> list[list[int]]:
-        at = len(said[0])
+    def _cycle(self, said: list[tuple[int, ...]], here: list[int], rule: Rule) -> list[list[int]]:
+        at, keys = len(said[0]), self.keys[here]
         k = min(self.case.depth, LENGTH - at)
         paths, q = [said], []
         for j in range(k):
@@ -181,15 +187,15 @@ class Texts:
             if self.case.looks_up(j, k):
                 found = mx.array([self.case.looked_up(t) for t in paths[-1]])
                 weights = mx.where(mx.arange(VOCAB) == found[:, None], 0.0, -float("inf"))
-            drawn = np.array(_draws(weights, mx.array(keys[:, at + j, DRAFT])))
+            drawn = np.array(_draws(weights, mx.array(keys[:, DRAFT, at + j])))
             q.append(weights)
             paths.append([(*t, int(d)) for t, d in zip(paths[-1], drawn, strict=True)])
         p = mx.stack([self.p[mx.array([PLACE[t] for t in path])] for path in paths], axis=1)
-        u = mx.vmap(lambda key: mx.random.uniform(shape=(k,), key=key))(mx.array(keys[:, at, ACCEPT]))
         drafts = mx.array([t[at:] for t in paths[-1]], mx.int32)
-        args = (p, mx.stack(q, axis=1), drafts, u, mx.array(keys[:, at : at + k + 1, TOKEN]))
-        tokens, counts = mx.vmap(rule)(*args)
-        return [row[:n] for row, n in zip(tokens.tolist(), counts.tolist(), strict=True)]  # type: ignore[arg-type]
+        u = mx.array(self.chances[here, at : at + k])
+        args = (p, mx.stack(q, axis=1), drafts, u, mx.array(keys[:, TOKEN, at : at + k + 1]))
+        kept, last = (each.tolist() for each in mx.vmap(rule)(*args))
+        return [[*row[:n], t] for row, n, (t,) in zip(drafts.tolist(), kept, last, strict=True)]
 
 
 def _draws(weights: mx.array, keys: mx.array) -> mx.array:

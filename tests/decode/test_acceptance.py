@@ -14,7 +14,7 @@ from mlxkv.decode.acceptance import Trial, accepted, draft, judge
 from mlxkv.decode.constraint import Constraint, Scout, pack, unpack
 from mlxkv.decode.counts import Counts
 from mlxkv.decode.request import Grammar, SamplingParams
-from mlxkv.decode.sampling import Sampler, sample
+from mlxkv.decode.sampling import Sampler, draw, sample
 from mlxkv.errors import DeadEnd
 from tests import tiny
 from tests.decode.distribution import VOCAB, Case, Texts, counted, cycled, exact, surprise
@@ -60,20 +60,18 @@ def test_texts_are_distributed_as_those_of_plain_sampling(name):
 
 def without_residual(p, q, drafts, u, keys):
     """A draft that is not kept is replaced by a token from p."""
-    tokens, count = accepted(p, q, drafts, u, keys)
-    last = mx.argmax(p[count - 1] + mx.random.gumbel(p.shape[1:], key=keys[count - 1]))
-    return mx.where(mx.arange(len(tokens)) == count - 1, last, tokens), count
+    kept, _ = accepted(p, q, drafts, u, keys)
+    return kept, draw(p[kept][None], keys[kept])
 
 
 def residual(of: Callable[[mx.array, mx.array, mx.array], mx.array]):
     """A draft that is not kept is replaced by what ``of`` draws from p − q, by a uniform number or a key."""
 
     def rule(p, q, drafts, u, keys):
-        tokens, count = accepted(p, q, drafts, u, keys)
-        at = mx.minimum(count - 1, len(q) - 1)
-        last = of(mx.softmax(p[at]) - mx.softmax(q[at]), mx.random.uniform(key=keys[at]), keys[at])
-        here = (mx.arange(len(tokens)) == count - 1) & ((count - 1 < len(q)) & (tokens[at] != drafts[at]))
-        return mx.where(here, last.astype(mx.int32), tokens), count
+        kept, last = accepted(p, q, drafts, u, keys)
+        at = mx.minimum(kept, len(q) - 1)
+        other = of(mx.softmax(p[at]) - mx.softmax(q[at]), mx.random.uniform(key=keys[at]), keys[at])
+        return kept, mx.where(kept < len(q), other.astype(mx.int32), last)
 
     return rule
 
@@ -102,7 +100,7 @@ def one_number_for_all(p, q, drafts, u, keys):
     [
         pytest.param(without_residual, id="no residual"),
         pytest.param(
-            residual(lambda rest, u, key: mx.argmax(mx.log(mx.abs(rest)) + mx.random.gumbel(rest.shape, key=key))),
+            residual(lambda rest, u, key: draw(mx.log(mx.abs(rest))[None], key)),
             id="residual without max",
         ),
         pytest.param(
@@ -254,11 +252,12 @@ def test_a_drafter_may_have_a_vocabulary_of_another_width():
 # numbers at their limits
 
 
-def chosen(p, q, drafts, seed=0) -> tuple[list[int], int]:
+def chosen(p, q, drafts, seed=0):
+    """The tokens that count, and how many drafts are kept."""
     keys = mx.random.split(mx.random.key(seed), len(p))
     u = mx.random.uniform(shape=(len(q),), key=mx.random.key(seed + 1))
-    tokens, count = accepted(mx.array(p, mx.float32), mx.array(q, mx.float32), mx.array(drafts, mx.int32), u, keys)
-    return tokens.tolist()[: count.item()], count.item()  # type: ignore[return-value,index]
+    kept, last = accepted(mx.array(p, mx.float32), mx.array(q, mx.float32), mx.array(drafts, mx.int32), u, keys)
+    return [*drafts[: kept.item()], last.item()][: len(p)], kept.item()
 
 
 INF = float("inf")
@@ -273,15 +272,15 @@ def test_what_cannot_come_never_does():
         # a q of 0 for what was drawn: what p allows is kept
         assert chosen([[0, 0, 0]] * 2, [[0, -200, -INF]], [1], seed)[0][0] == 1
         # p and q the same, so that nothing is left of the rest
-        tokens, count = chosen([[0.1, 0.2, -INF]] * 2, [[0.1, 0.2, -INF]], [1], seed)
-        assert count == 2 and tokens[0] == 1 and tokens[1] < 2
+        tokens, kept = chosen([[0.1, 0.2, -INF]] * 2, [[0.1, 0.2, -INF]], [1], seed)
+        assert kept == 1 and tokens[0] == 1 and tokens[1] < 2
         # no token may follow the last draft
-        assert len(chosen([[0, 0, -INF]] * 2, [[0, 0, 0]] * 2, [0, 1], seed)[0]) <= 2
+        assert chosen([[0, 0, -INF]] * 2, [[0, 0, -INF]] * 2, [0, 1], seed) == ([0, 1], 2)
     # of p = q but for a rounding, and a draft that is not kept all the same
     p, q = [[0.0, 0.0]], [[0.0, 1e-7]]
     keys = mx.random.split(mx.random.key(0), 2)
-    tokens, _ = accepted(mx.array(p * 2), mx.array(q), mx.array([1]), mx.array([1.0]), keys)
-    assert tokens[0].item() in (0, 1)
+    kept, last = accepted(mx.array(p * 2), mx.array(q), mx.array([1]), mx.array([1.0]), keys)
+    assert kept.item() == 0 and last.item() in (0, 1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), -INF, INF])
