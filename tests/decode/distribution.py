@@ -85,6 +85,27 @@ class Case:
         return (sum(prefix) * 3 + len(prefix) + 1) % VOCAB
 
 
+CASES = {
+    "temperature": Case({"temperature": 0.7}, "far", depth=3),
+    "same": Case(drafter="same"),
+    "top_p": Case({"top_p": 0.8}, "far"),
+    "top_k, min_p": Case({"temperature": 1.3, "top_k": 3, "min_p": 0.1}, depth=3),
+    "penalties": Case(
+        {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.6, "repetition_context": 2},
+        depth=3,
+    ),
+    "bias, look-up": Case({"logit_bias": {3: 2.0, 0: -1.0}, "top_p": 0.95}, "given"),
+    "grammar": Case({"temperature": 1.5, "top_k": 3}, "far", grammar=True),
+    "all": Case(
+        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 4, "logit_bias": {3: 1.0, 1: -0.5}}
+        | {"frequency_penalty": 0.5, "repetition_penalty": 1.3, "repetition_context": 4},
+        "mixed",
+        depth=3,
+        grammar=True,
+    ),
+}
+
+
 def exact(case: Case) -> np.ndarray:
     """The probability of each text, float64 [V ** LENGTH], in the order of their numbers in base V."""
     p = SamplingParams(**{"temperature": 1.0, **case.params})
@@ -123,14 +144,14 @@ def _probabilities(p: SamplingParams, x: np.ndarray, said: tuple[int, ...], gram
 @cache
 def keys(seeds: tuple[int, ...]) -> np.ndarray:
     """uint32 [n, purposes, LENGTH + 1, 2]: the keys of samplers with these seeds of their own, by purpose and index."""
-    rows = [mx.stack([s.keys(0, LENGTH + 1, purpose) for purpose in (TOKEN, DRAFT)]) for s in _samplers(seeds)]
-    return np.array(mx.stack(rows))
+    rows = [[np.array(s.keys(0, LENGTH + 1, purpose)) for purpose in (TOKEN, DRAFT)] for s in _samplers(seeds)]
+    return np.array(rows)
 
 
 @cache
 def chances(seeds: tuple[int, ...]) -> np.ndarray:
     """float32 [n, LENGTH]: the numbers that decide on drafts."""
-    return np.array(mx.stack([s.chances(0, LENGTH) for s in _samplers(seeds)]))
+    return np.array([np.array(s.chances(0, LENGTH)) for s in _samplers(seeds)])
 
 
 def _samplers(seeds: tuple[int, ...]) -> list[Sampler]:
@@ -243,3 +264,14 @@ def surprise(counts: np.ndarray, expected: np.ndarray, of_samples: bool = False)
     statistic = ((a - b) ** 2 / (a + b if of_samples else b)).sum()
     k = len(a) - 1
     return float(((statistic / k) ** (1 / 3) - 1 + 2 / (9 * k)) / np.sqrt(2 / (9 * k)))
+
+
+def deviates(case: Case, samples: int, seed: int, at_once: int = 10_000) -> tuple[float, float]:
+    """``surprise`` of that many speculative texts, against the exact distribution and against as many plain ones."""
+    rng = np.random.default_rng(seed)
+    plain, speculative = np.zeros(VOCAB**LENGTH), np.zeros(VOCAB**LENGTH)
+    for done in range(0, samples, at_once):
+        n = min(at_once, samples - done)
+        plain += counted(Texts(case, rng.integers(0, 2**63, n).tolist()).plain())
+        speculative += counted(Texts(case, rng.integers(0, 2**63, n).tolist()).speculative())
+    return surprise(speculative, samples * exact(case)), surprise(speculative, plain, of_samples=True)
