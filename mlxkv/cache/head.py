@@ -27,7 +27,7 @@ Run = Callable[..., mx.array]
 HEAD_BEHIND = 512
 #: steps after which what they left is joined into one array: few arrays are evaluated again and again
 _JOIN = 32
-#: rows that the first draft's own forward makes; of more, all but the last are made without the output that nobody needs
+#: rows that the first draft's own forward makes; of more, all but the last are made without an output
 _TOGETHER = 8
 
 
