@@ -34,7 +34,7 @@ def why_not(members: Sequence[Member] | None, journal: Covers | None = None) -> 
 
 def _said(member: Member) -> str:
     if member.kind == "window":
-        return f"a window of {member.window()} rows without spare ones, and has overwritten what would come back"
+        return f"a window of {member.window()} rows without spare ones, and would have overwritten what comes back"
     if member.kind == "recurrent":
         return "recurrent, and no journal of its inputs is kept from which its state could be made again"
     return f"of a kind ({member.kind}) that takes nothing back"
@@ -53,6 +53,6 @@ def check_drafts(members: Sequence[Member], depth: int, journal: Covers | None =
         raise ConfigError(f"Nothing can be drafted: layer {member.label} is {_said(member)}.", "Give --draft off.")
     raise ConfigError(
         f"{depth} drafts were asked for, and the ring of layer {member.label} (a window of {member.window()} rows, "
-        f"{most} spare ones) can take back at most {most}.",
+        f"{most} spare) can take back {most} at most.",
         f"Give --draft-depth {most} or less, or --ring-spare {depth} or more.",
     )

@@ -277,7 +277,7 @@ class RingKVCache(RotatingKVCache, OwnCache):
     def is_trimmable(self) -> bool:
         return self._cycle is None and super().is_trimmable()
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """``keys``, ``values``: [1, heads, rows, width]."""
         self._check_committed()
         rows = keys.shape[2]
@@ -301,7 +301,7 @@ class RingKVCache(RotatingKVCache, OwnCache):
         if self._cycle is not None:
             raise PositionError("It is not known how many rows of the last forward are kept.")
 
-    def _verify(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def _verify(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         width, self._width = self._width, 0
         if self.keys is None:
             self._idx = self.offset

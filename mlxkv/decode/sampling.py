@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from ..errors import RequestError
 from .constraint import Constraint, Scout, apply
 from .counts import Counts, Seen
+from .filters import min_p, top_k, top_p
 from .request import SamplingParams, TokenLogprob
 
 _MASK = 2**64 - 1
@@ -147,7 +147,10 @@ class Sampler:
 
     def key(self, index: int, purpose: int = TOKEN) -> mx.array:
         """The random key of the token of an index; keys of different purposes are independent."""
-        return mx.random.key(_mix(self._seeds[purpose], index))
+        return mx.random.key(self._number(index, purpose))
+
+    def _number(self, index: int, purpose: int) -> int:
+        return _mix(self._seeds[purpose], index)
 
     def processed(self, logits: mx.array, place: Place) -> mx.array:
         """``logits`` [n, vocabulary], float32, after bias, penalties and grammar as at ``place``."""
@@ -178,11 +181,11 @@ class Sampler:
         p = self.params
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if p.top_p < 1:
-            logprobs = apply_top_p(logprobs, p.top_p)
+            logprobs = top_p(logprobs, p.top_p)
         if p.min_p:
-            logprobs = apply_min_p(logprobs, p.min_p)
+            logprobs = min_p(logprobs, p.min_p)
         if self._top_k:
-            logprobs = apply_top_k(logprobs, self._top_k)
+            logprobs = top_k(logprobs, self._top_k)
         return logprobs * (1.0 / p.temperature)
 
 

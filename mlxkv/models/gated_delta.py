@@ -27,6 +27,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from .activation import exp, silu
+from .gated_delta_few import MOST, after_few, gated_delta_few
 from .journal import Journal, Kept, Rows, joined, keep_window, scan
 from .norm import rms_norm
 
@@ -316,10 +317,37 @@ class _Chunked:
             cache[1] = state
         return y
 
+    def record(self, cache: Any, journal: Journal, qkv: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        B, D, _ = qkv.shape
+        if D > MOST or qkv.dtype != mx.float32:
+            return super().record(cache, journal, qkv, a, b)  # type: ignore[misc]
+        window = keep_window(journal, cache, 0, qkv, self.conv_kernel_size - 1)
+        qk, v = mx.split(silu(self.conv1d(window)), [2 * self.key_dim], axis=-1)  # type: ignore[attr-defined]
+        fresh, state = cache[1] is None, cache[1]
+        if state is None:
+            state = mx.zeros((B, self.num_v_heads, self.head_v_dim, self.head_k_dim))
+        y, kept = gated_delta_few(
+            qk.reshape(B, D, 2, self.num_k_heads, self.head_k_dim),
+            v.reshape(B, D, self.num_v_heads, self.head_v_dim),
+            a,
+            b,
+            self.A_log,  # type: ignore[attr-defined]
+            self.dt_bias,  # type: ignore[attr-defined]
+            state,
+        )
+        journal.keep(cache, (1,), kept, _after_few, fresh=fresh)
+        cache[0] = mx.contiguous(window[:, -(self.conv_kernel_size - 1) :])
+        cache[1] = after_few(kept, D)
+        return y
+
     def finish(self, y: mx.array, z: mx.array) -> mx.array:
         normed = rms_norm(y, self.norm.weight, self.norm.eps).astype(mx.float32)  # type: ignore[attr-defined]
         gated = (normed * silu(z.astype(mx.float32))).astype(y.dtype)
         return self.out_proj(gated.reshape(*y.shape[:2], -1))  # type: ignore[attr-defined]
+
+
+def _after_few(kept: Kept, rows: Rows) -> list[mx.array]:
+    return [after_few(kept, rows)]
 
 
 class ChunkedGatedDeltaNet(_Chunked, GatedDeltaParts):

@@ -80,19 +80,20 @@ def measure(
     model's own; ``short``: tokens of the longest prompt; ``drafter``: drafts for the engine that has them all, where
     its ``options`` say that something drafts."""
     found = Report()
+    step = 1 + (options.get("draft_depth") or 8)
     with with_caches(make_cache):
         alone = Alone(model)
         try:
             asked = Stories(rng, alone, *((short, 0) if short else ())).take(requests)
             if drafter is not None:
                 drafter.learn([[*(each.tokens or []), *alone(each).token_ids] for each in asked])
-            scripted = changed(drafted_by(drafter)) if drafter is not None else nullcontext()
             for cache_dir in (None, folder / "many"):
                 plan = schedule(rng, asked, cancelled=0.4)
+                scripted = changed(drafted_by(drafter)) if drafter is not None else nullcontext()
                 with scripted, load(model, cache_dir, **options) as engine:
                     outcomes = drive(engine, plan)
                 where = "without a store" if cache_dir is None else "with a store"
-                judge(found, where, plan, outcomes, [alone(each) for each in asked], bound)
+                judge(found, where, plan, outcomes, [alone(each) for each in asked], bound, step)
             many = kept(folder / "many")
             with load(model, folder / "many", draft="off") as engine:
                 for each in [] if short else asked[::2]:
@@ -116,13 +117,14 @@ def judge(
     outcomes: Sequence[Outcome],
     alone: Sequence[Completion],
     bound: float,
+    step: int = 1,
 ) -> None:
     for number, (planned, outcome, right) in enumerate(zip(plan, outcomes, alone, strict=True)):
         found.asked += 1
         if (done := outcome.completion) is not None:
             found.given_up += done.finish_reason == "cancelled"
             found.restored += done.usage.cached_tokens > 0
-        for what in wrong_with(planned, outcome, right, bound):
+        for what in wrong_with(planned, outcome, right, bound, step):
             found.wrong.append(f"{where}, request {number} of {len(planned.request.tokens or [])} tokens: {what}")
     found.together = max(found.together, overlap(outcomes))
 

@@ -28,10 +28,20 @@ class Greedy:
     """A trial that takes the likeliest, and remembers what it was shown."""
 
     logits: list[mx.array] = field(default_factory=list)
+    plain: bool = False
+    #: how many drafts may come
+    most: int = 100
+
+    @property
+    def open(self) -> bool:
+        return len(self.logits) < self.most
 
     def draft(self, logits: mx.array) -> mx.array:
         self.logits.append(logits)
         return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+    def drafted(self, token: mx.array) -> mx.array:
+        return token
 
     def given(self, tokens: list[int]) -> None:
         raise AssertionError("nothing was looked up")
@@ -209,6 +219,21 @@ def test_a_head_drafts_nothing_before_the_first_hidden_state(with_head):
     assert MTP(with_head.logits).propose(round, 3) is None
     assert MTP(with_head.logits).propose(asked(Words([5])), 3) is None
     assert round.rows[0].trial.logits == []  # type: ignore[attr-defined]
+
+
+def test_drafts_end_where_no_other_may_follow(with_head, small):
+    tokens = tiny.ids(20, seed=6)
+    caches = [*make_prompt_cache(with_head.model), HeadCache(with_head.runner())]
+    with_head(mx.array([tokens[:-1]]), cache=caches)
+    for drafter, heads in ((MTP(with_head.logits), caches[-1]), (small("llama"), None)):
+        words = Words(tokens)
+        free = drafts(drafter, asked(words, heads=heads), 4)[0]
+        bound = asked(words, heads=heads)
+        bound.rows[0].trial.most = 2  # type: ignore[attr-defined]
+        found = drafts(drafter, bound, 4)[0]
+        assert found[:2] == free[:2] and found[2:] in ([], [0, 0])
+        drafter.committed(bound, {0: 2})
+        words.tokens += [found[0], 7]
 
 
 def test_a_trial_that_fails_leaves_the_head_in_step(with_head):

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxkv import numerics
-from mlxkv.models import spans
+from mlxkv.models import fast, spans
 from mlxkv.models.spans_layers import FORMS
 from tests import tiny
 
@@ -20,6 +20,7 @@ ARCHS = (
 EXACT = numerics.mode() == "exact" and numerics.current().device == "cpu"
 #: largest difference / largest value; products of several rows sum in another order than those of one: 2.7e-6
 BOUND = 0.0 if EXACT else 2e-5
+FAST = 2e-5
 
 
 @pytest.fixture(scope="module", params=ARCHS)
@@ -125,3 +126,30 @@ def test_rows_of_a_batch_keep_different_numbers(layer, width, before):
             for row, n in enumerate(kept):
                 at = states[n][i] if states[n][i] is not None else mx.zeros_like(last[i])
                 assert far(array[row], at[row]) <= BOUND, (kept, row, i)
+
+
+WIDE = [pytest.param(arch, id=arch) for arch in ("qwen3_5", "qwen3_next")]
+
+
+@pytest.mark.skipif(EXACT or numerics.current().device != "cpu", reason="layers for the CPU, in fast")
+@pytest.mark.parametrize("before", [0, 7])
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("arch", WIDE)
+def test_the_fast_rule_of_the_cpu_is_mlx_lms_within_its_bound(arch, width, before):
+    plain, mine = tiny.build(arch)[0], tiny.build(arch)[0]
+    fast.accelerate(mine)
+    shared, _ = spans.install(mine)
+    name = next(name for name, each in plain.named_modules() if type(each) in FORMS)
+    own, ours = dict(plain.named_modules())[name], dict(mine.named_modules())[name]
+    start = begun(own, 2, 2, before, 1)
+    x = inputs(2, width, 2)
+    theirs, states = steps(own, x, other(start))
+    cache = other(start)
+    out, journal = verify(ours, shared, x, cache)
+    assert far(out, theirs) < FAST
+    for kept in ([width, width], [0, width], [1, width - 1]):
+        found = journal.slots_by_row(cache, mx.array(kept, mx.int32))
+        for row, n in enumerate(kept):
+            for i, array in found.items():
+                at = states[n][i] if states[n][i] is not None else mx.zeros_like(array)
+                assert far(array[row], at[row]) < FAST

@@ -115,14 +115,16 @@ class BatchWindow(BatchRows):
     def keys_and_values(self) -> tuple[Any, Any]:
         if self._drafts():
             if rings.in_order():
-                order = self._shared("order", rings.order)
-                return tuple(mx.take_along_axis(a, self._along(order, a), axis=2) for a in (self.keys, self.values))
+                return self._ordered(self.keys), self._ordered(self.values)
             n = self.max_size + self.place.width - 1
         else:
             n = self.place.read(self.columns)
         if n == self.keys.shape[2]:
             return self.keys, self.values
         return self.keys[:, :, :n], self.values[:, :, :n]
+
+    def _ordered(self, array: mx.array) -> mx.array:
+        return mx.take_along_axis(array, self._along(self._shared("order", rings.order), array), axis=2)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
         if N == 1 or self.place.width != N:

@@ -29,8 +29,22 @@ class Drafted(Protocol):
 class Trial(Protocol):
     """One row's side of one cycle (``acceptance``): it is told of every draft, in order, by one of these."""
 
+    @property
+    def plain(self) -> bool:
+        """It takes the likeliest token of the logits as they are."""
+        ...
+
+    @property
+    def open(self) -> bool:
+        """Another draft may follow; where it may not, what is drafted is not judged."""
+        ...
+
     def draft(self, logits: mx.array) -> mx.array:
         """Pick the next draft, int32 [1], from a drafter's ``logits`` [1, vocabulary]. Lazy where it can be."""
+        ...
+
+    def drafted(self, token: mx.array) -> mx.array:
+        """``token``, int32 [1], is the next draft of this row, which is ``plain``. Gives it back."""
         ...
 
     def given(self, tokens: list[int]) -> None:

@@ -95,17 +95,14 @@ class DraftModel:
     def propose(self, round: Round, k: int) -> mx.array | None:
         if k < 1 or any(row.sequence not in self._readers for row in round.rows.values()):
             return None
-        blank = mx.zeros((k,), mx.int32)
-        drafts = [blank] * round.slots
+        drafts = [mx.zeros((k,), mx.int32)] * round.slots
         for slot, row in round.rows.items():
-            reader, found = self._readers[row.sequence], []
-            logits = reader.root(k)
-            while True:
-                found.append(row.trial.draft(self._fitted(logits)))
-                if len(found) == k:
-                    break
-                logits = reader.draft(found[-1])
-            drafts[slot] = mx.concatenate(found)
+            reader = self._readers[row.sequence]
+            found = [row.trial.draft(self._fitted(reader.root()))]
+            while len(found) < k and row.trial.open:
+                found.append(row.trial.draft(self._fitted(reader.draft(found[-1]))))
+            rest = [mx.zeros((k - len(found),), mx.int32)] if len(found) < k else []
+            drafts[slot] = mx.concatenate([*found, *rest])
             mx.async_eval(drafts[slot], reader.state.live())
         return mx.stack(drafts)
 
@@ -136,8 +133,9 @@ class _Reader:
     def __init__(self, sequence: Drafted, model: Callable[..., mx.array], state: SequenceState) -> None:
         self.sequence, self._model, self.state = sequence, model, state
         self.rows = 0
-        #: drafts of the cycle under way, and what members that drop no rows were after its root
-        self._k = 0
+        #: drafts of the cycle under way that were read, None between cycles, and what members that drop no rows were
+        #: before them
+        self._read: int | None = None
         self._held: dict[int, Any] = {}
         #: after the root, for drafts that are made again
         self._logits: mx.array | None = None
@@ -158,27 +156,29 @@ class _Reader:
         mx.eval(self.state.live())
         mx.clear_cache()
 
-    def root(self, k: int) -> mx.array:
-        """Logits [1, V] after all committed tokens; ``k`` drafts will come of them."""
+    def root(self) -> mx.array:
+        """Logits [1, V] after all committed tokens."""
         self.settle(0)
         rest = len(self.sequence.tokens) - self.state.position
         logits = self._forward(mx.array(self._tokens(rest), mx.int32)) if rest else self._logits
         assert logits is not None
-        self._k, self._logits = k, logits
-        if k > 1:
-            members = enumerate(self.state.members or ())
-            self._held = {i: member.hold() for i, member in members if member.record != "rows"}
+        self._read, self._logits = 0, logits
         return logits
 
     def draft(self, token: mx.array) -> mx.array:
         """Logits [1, V] after one draft more, int32 [1]."""
+        assert self._read is not None
+        if self._read == 0:
+            members = enumerate(self.state.members or ())
+            self._held = {i: member.hold() for i, member in members if member.record != "rows"}
+        self._read += 1
         return self._forward(token)
 
     def settle(self, kept: int) -> None:
         """Stand behind committed tokens only: the root, and drafts of which ``kept`` − 1 were accepted."""
-        if not self._k:
+        if self._read is None:
             return
-        read = self._k - 1  # drafts that were read; the last one never is
+        read = self._read  # of its drafts; the last one never is
         right = min(max(kept - 1, 0), read)
         if right < read:
             back = read if self._held else read - right
@@ -189,7 +189,7 @@ class _Reader:
                     member.rewind(back)
             self.state.position -= back
             self.state.advance(0)  # all members agree
-        self._k, self._held = 0, {}
+        self._read, self._held = None, {}
 
     def _tokens(self, n: int) -> list[int]:
         at = self.state.position

@@ -39,6 +39,8 @@ class MTP:
             m = heads.first({slot: row.sequence.tokens[-1] for slot, row in round.rows.items()})
             for step in range(k):
                 if step:
+                    if not any(row.trial.open for row in round.rows.values()):
+                        break
                     m = heads.following(drafts[-1][:, None], m, step)
                 drafts.append(pick(round, self._logits(m, step)[:, -1]))
         finally:
@@ -53,9 +55,14 @@ class MTP:
 
 
 def pick(round: Round, logits: mx.array) -> mx.array:
-    """The next draft of each slot, int32 [slots]; ``logits`` [slots, vocabulary]. 0 in a free slot."""
+    """The next draft of each slot, int32 [slots]; ``logits`` [slots, vocabulary]. Free slots get any."""
     if round.slots == 1:
         return round.rows[0].trial.draft(logits)
+    if all(row.trial.plain for row in round.rows.values()):
+        likeliest = mx.argmax(logits, axis=-1).astype(mx.int32)
+        for slot, row in round.rows.items():
+            row.trial.drafted(likeliest[slot : slot + 1])
+        return likeliest
     free = mx.zeros((1,), mx.int32)
     rows = [
         round.rows[slot].trial.draft(logits[slot : slot + 1]) if slot in round.rows else free

@@ -16,10 +16,10 @@ from tests.cache.batch.schedules import Schedule, Twin, tolerance
 from tests.cache.test_kinds import CACHES
 from tests.probe import runtime
 
-#: growing rows, recurrent layers with a journal, and both
+#: growing rows, windows, recurrent layers with a journal, and several of them
 DRAFTS = (
     "llama", "qwen3_5", "qwen3_5_moe", "qwen3_next", "falcon_h1", "nemotron_h", "granitemoehybrid", "mamba2", "plamo2",
-    "lfm2", "lfm2_moe",
+    "lfm2", "lfm2_moe", "gemma3_text", "gpt_oss", "gemma3n",
 )  # fmt: skip
 #: what is said of others whose rows can share a batch
 OBSTACLES = {
@@ -48,8 +48,8 @@ def test_rows_keep_what_they_keep_of_drafts(arch):
     assert schedule.moves["cycle"] > 2
 
 
-@pytest.mark.parametrize("name", ["quantised", "concatenated"])
-def test_other_growing_rows(name):
+@pytest.mark.parametrize("name", CACHES)
+def test_every_cache_class_of_a_llama(name):
     model, _ = tiny.build("llama")
     schedule = Schedule(model, CACHES[name], 2, drafts=8)
     assert schedule.run(20) <= tolerance(), schedule.moves
