@@ -11,6 +11,7 @@ import pytest
 from mlxkv.cache.restoring import Restoring
 from mlxkv.decode.handoff import State
 from mlxkv.decode.loop import Loop
+from mlxkv.decode.speculation import Speculation
 from mlxkv.errors import EngineError
 from tests import headed
 from tests.decode.kept import compare, kept
@@ -122,6 +123,29 @@ def test_who_is_restored_or_waits_for_room_stops_nobody(model, alone, company, d
         assert sum(kind == "cycle" for kind, _ in meanwhile) > 5 and ("chunk", 1) not in meanwhile
         assert [seen[n].tokens for n in (STREAM, 1)] == [alone(r).token_ids for r in (stream, late)]
         assert made.status().handoffs == {"idle > speculating": 2, "speculating > idle": 2} and not left_behind(house)
+
+
+def test_who_has_had_no_chunk_goes_first(model, alone, company, drafter):
+    """Whoever has fewer tokens to go: a burst that comes while another prompt is read does not wait for that."""
+    reading, *burst = company.late[0], company.late[3], company.late[5]
+    with engine(model, drafter) as made, watched(made) as house:
+        late = [("a token is said", 0, reading), *(("a chunk is read", 1, each) for each in burst)]
+        assert Scene(company.streams[0], late).play(house, alone) == []
+        queued = house.trace.index(("queued", 3))
+        chunks = [number for kind, number in house.trace[queued:] if kind == "chunk"]
+        assert sorted(chunks[:2]) == [2, 3] and 1 in chunks[2:]
+
+
+def test_what_is_in_flight_is_said_before_a_chunk(model, alone, company, drafter, monkeypatch):
+    """A stream whose drafts do not pay makes plain steps, and is drained all the same."""
+    monkeypatch.setattr(Speculation, "next", lambda self, rows, most: 0)
+    with engine(model, drafter) as made, watched(made) as house:
+        scene = Scene(company.streams[0], [("a turn begins", 1, company.late[n]) for n in range(4)])
+        assert scene.play(house, alone) == []
+        for number in scene.numbers:
+            between = waited(house.trace, number)
+            assert between is not None and (between["token"], between["forward"]) == (1, 0)
+        assert made.status().cycles == 0
 
 
 #: where something happens: a point, or what the handoff has just come to
