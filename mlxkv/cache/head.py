@@ -27,6 +27,8 @@ Run = Callable[..., mx.array]
 HEAD_BEHIND = 512
 #: steps after which what they left is joined into one array: few arrays are evaluated again and again
 _JOIN = 32
+#: rows that the first draft's own forward makes; of more, all but the last are made without an output
+_TOGETHER = 8
 
 
 class HeadCache(OwnCache):
@@ -78,7 +80,8 @@ class HeadCache(OwnCache):
             self.seen -= gone
 
     def catch_up(self) -> None:
-        """Make the rows up to seen − 1; one hidden state is left waiting for its token."""
+        """Make the rows up to seen − 1; one hidden state is left waiting for its token. What comes of them is not
+        computed: of a head of one layer nothing but projections to keys and values."""
         self.drop()
         self._join()
         made, end = self.kv.offset, self.seen - 1
@@ -99,7 +102,7 @@ class HeadCache(OwnCache):
         """Make all rows that wait, the last of them from ``roots[0]``, the one token that the body has not processed:
         m [1, 1, H] of it. States inside the last forward can be read no more."""
         self.drop()
-        if self.seen - self.kv.offset > HEAD_BEHIND:
+        if self.seen - self.kv.offset > _TOGETHER:
             self.catch_up()
         self._join()
         # where drafts were made and not verified the last row is there already; its output is not
