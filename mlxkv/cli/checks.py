@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import NAMES, Settings, config_file, data_dir
 from ..errors import ConfigError, MlxkvError
@@ -22,7 +22,7 @@ from .cache_text import size
 from .options import Flags
 
 if TYPE_CHECKING:
-    from ..models.mtp import Found
+    from ..models.mtp import Found, Opened
 
 NEEDED_MLX = (0, 32, 4)
 NETWORK = {
@@ -241,7 +241,7 @@ def _model(settings: Settings) -> Iterator[Check]:
                 return
         else:
             path = folder.resolve(name)
-        found = mtp.find(path, folder.check(path))
+        found, opened = mtp.open_head(path, folder.check(path))
     except MlxkvError as error:
         yield Check("model", "fail", error.message, error.cure)
         return
@@ -264,6 +264,7 @@ def _model(settings: Settings) -> Iterator[Check]:
         none = f"{settings.store_bits}, which changes nothing: no layer keeps rows that can be stored quantised"
         yield Check("store bits", "ok" if n else "warn", what if n else none)
     yield _head(found)
+    yield _drafting(settings, network, config, found, opened)
     width = (config.get("text_config") or config).get("linear_key_head_dim")
     if isinstance(width, int) and width % 32:
         slow = f"key heads are {width} wide, no multiple of 32: Metal's gated-delta kernel cannot be used"
@@ -281,6 +282,44 @@ def _head(found: Found) -> Check:
     where = ", ".join(file.name for file in found.files)
     what = f"{found.family}, {layers} ({len(found.names)} tensors in {where}), {drafts}"
     return Check("MTP head", "ok", f"found: {what}")
+
+
+def _drafting(settings: Settings, network: Any, config: dict[str, Any], found: Found, opened: Opened | None) -> Check:
+    """What would draft, and every reason why nothing does; a forward is built for it, and never computed."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..cache.head import HeadCache
+    from ..cache.ring import with_rings
+    from ..decode.depth import deepest
+    from ..decode.drafting import NO_HEAD, choose, examine, group_size
+    from ..decode.options import Options
+    from ..models.mtp import WithHead
+    from ..models.spans import install
+
+    given = settings.engine_options()
+    given.pop("cache")
+    options = Options(model=settings.require_model(), **given)
+    headed = WithHead(network, opened.head) if opened is not None else None
+
+    def make_cache() -> list[Any]:
+        caches = with_rings(make_prompt_cache(network), options.ring_spare)
+        return caches if headed is None else [*caches, HeadCache(headed.runner())]
+
+    rewinds = examine(headed or network, make_cache, install(network)[0])[0]
+    no_head = None if found.usable else found.reason or NO_HEAD
+    try:
+        name, why = choose(options, head=no_head, rewinds=rewinds.why_not)
+    except ConfigError as error:
+        return Check("drafting", "fail", error.message, error.cure)
+    if name != "off":
+        most = deepest(group_size(config), rewinds.most)
+        if name == "mtp" and found.most_drafts is not None:
+            most = min(most, found.most_drafts)
+        return Check("drafting", "ok", f"{name}, at most {most} {'draft' if most == 1 else 'drafts'} a cycle")
+    if options.draft == "auto":
+        why = "; ".join(reason for reason in (no_head, rewinds.why_not) if reason)
+    wasted = found.usable and options.draft == "auto"
+    return Check("drafting", "warn" if wasted else "ok", f"off: {why}", "It decodes token by token." if wasted else "")
 
 
 def _selftest() -> Iterator[Check]:

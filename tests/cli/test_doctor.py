@@ -117,4 +117,23 @@ def test_a_head_is_found(cli, model, tmp_path):
     strange = tiny.make("llama", tmp_path / "strange")
     weights = dict(mx.load(str(strange / "model.safetensors"))) | {"mtp.fc.weight": mx.zeros((4, 4))}
     mx.save_safetensors(str(strange / "model.safetensors"), weights)
-    assert said(strange) == ("warn", "found, not used: heads of llama are not supported")
+    status, detail = said(strange)
+    assert status == "warn" and detail.startswith("found, not used: heads of llama are not supported: ")
+
+
+def test_what_drafts_is_told_and_why_nothing_does(cli, model, tmp_path):
+    from tests import headed
+
+    def said(folder, *flags):
+        found = checks(cli("doctor", "--model", folder, *flags, "--json"))["drafting"]
+        return found["status"], found["detail"]
+
+    assert said(model) == ("ok", "off: the checkpoint has no multi-token-prediction head")
+    assert said(model, "--draft", "ngram") == ("ok", "ngram, at most 8 drafts a cycle")
+    folder = headed.make(tmp_path / "mimo", "mimo")
+    assert said(folder) == ("ok", "mtp, at most 1 draft a cycle")
+    assert said(folder, "--draft", "off") == ("ok", "off: it was switched off")
+    status, detail = said(tiny.make("rwkv7", tmp_path / "rwkv7"))
+    assert status == "ok" and "head; " in detail and "recurrent" in detail
+    found = checks(cli("doctor", "--model", model, "--draft", "mtp", "--json"))["drafting"]
+    assert found["status"] == "fail" and "--draft" in found["cure"]
