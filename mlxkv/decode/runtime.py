@@ -100,7 +100,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
 
     def make_cache(spare: int = options.ring_spare if drafts else 0) -> list[Any]:
         caches = with_rings(make_prompt_cache(loaded.model), spare)
-        return caches if headed is None else [*caches, HeadCache(headed.runner())]
+        return caches if headed is None else [*caches, HeadCache(headed.runner(), joint=headed.head.n_layers == 1)]
 
     spans = Spans()
     if drafts or options.split != "always":
