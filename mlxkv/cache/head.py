@@ -27,6 +27,8 @@ Run = Callable[..., mx.array]
 HEAD_BEHIND = 512
 #: steps after which what they left is joined into one array: few arrays are evaluated again and again
 _JOIN = 32
+#: rows that the first draft's own forward makes; of more, all but the last are made without an output
+_TOGETHER = 8
 
 
 class HeadCache(OwnCache):
@@ -42,8 +44,9 @@ class HeadCache(OwnCache):
     A forward that verifies drafts shows all of its hidden states; ``commit`` keeps those of tokens that were accepted.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, joint: bool = False) -> None:
+        """``joint``: ``run`` takes several sequences at once, with a cache that has an offset for each."""
+        self.run, self.joint = run, joint
         self.kv = KVCache()
         #: positions seen: the body stands here
         self.seen = 0
@@ -55,6 +58,10 @@ class HeadCache(OwnCache):
     def observe(self, tokens: mx.array, hidden: mx.array) -> None:
         """The body ran over ``tokens`` [1, n] and gave ``hidden`` [1, n, H]."""
         self.drop()
+        self.show(tokens, hidden)
+
+    def show(self, tokens: mx.array, hidden: mx.array) -> None:
+        """``observe`` where rows of these tokens may have been made already."""
         waiting = self.seen - self.kv.offset
         # only what was there before: of these tokens some may be taken back
         if waiting > 1 and waiting + tokens.shape[1] > HEAD_BEHIND:
@@ -68,12 +75,13 @@ class HeadCache(OwnCache):
     def commit(self, kept: int, width: int) -> None:
         """Of the last ``width`` tokens shown, the first ``kept`` stay."""
         if gone := width - kept:
-            self._join()
+            self._one()
             self.tokens, self.hidden = [self.tokens[0][:, :-gone]], [self.hidden[0][:, :-gone]]
             self.seen -= gone
 
     def catch_up(self) -> None:
-        """Make the rows up to seen − 1; one hidden state is left waiting for its token."""
+        """Make the rows up to seen − 1; one hidden state is left waiting for its token. What comes of them is not
+        computed: of a head of one layer nothing but projections to keys and values."""
         self.drop()
         self._join()
         made, end = self.kv.offset, self.seen - 1
@@ -82,7 +90,7 @@ class HeadCache(OwnCache):
             at = made - self.start
             self.run(self.tokens[0][:, at + 1 : at + 1 + n], self.hidden[0][:, at : at + n], self.kv)
             made += n
-        self._forget()
+        self._join()
 
     # drafting
 
@@ -94,7 +102,7 @@ class HeadCache(OwnCache):
         """Make all rows that wait, the last of them from ``roots[0]``, the one token that the body has not processed:
         m [1, 1, H] of it. States inside the last forward can be read no more."""
         self.drop()
-        if self.seen - self.kv.offset > HEAD_BEHIND:
+        if self.seen - self.kv.offset > _TOGETHER:
             self.catch_up()
         self._join()
         # where drafts were made and not verified the last row is there already; its output is not
@@ -103,7 +111,7 @@ class HeadCache(OwnCache):
         at = made - self.start
         tokens = mx.concatenate([self.tokens[0][:, at + 1 :], mx.array([[roots[0]]], mx.int32)], axis=1)
         m = self.run(tokens, self.hidden[0][:, at:], self.kv)
-        self._forget()
+        self._join()
         return m[:, -1:]
 
     def following(self, drafts: mx.array, m: mx.array, step: int) -> mx.array:
@@ -126,15 +134,23 @@ class HeadCache(OwnCache):
             first += hidden.shape[1]
         return None
 
-    def _join(self) -> None:
+    def skip(self, position: int) -> None:
+        """All rows before ``position`` are made. What the body gave there is shown next; of what was before nobody
+        asks."""
+        self.tokens, self.hidden = [], []
+        self.start = self.seen = position
+
+    def _one(self) -> None:
+        """One array of each."""
         if len(self.hidden) > 1:
             self.tokens, self.hidden = [mx.concatenate(self.tokens, axis=1)], [mx.concatenate(self.hidden, axis=1)]
 
-    def _forget(self) -> None:
-        """Keep the last hidden state only; all others have their rows."""
-        if self.hidden and self.seen - self.start > 1:
-            self.tokens, self.hidden = [self.tokens[0][:, -1:]], [self.hidden[0][:, -1:]]
-            self.start = self.seen - 1
+    def _join(self) -> None:
+        """One array of each, of what is still needed."""
+        self._one()
+        if (made := min(self.kv.offset, self.seen - 1) - self.start) > 0:
+            self.tokens, self.hidden = [self.tokens[0][:, made:]], [self.hidden[0][:, made:]]
+            self.start += made
 
     def members(self, path: tuple[int, ...]) -> list[Member]:
         return [HeadRows(self, (*path, 0)), HeadHidden(self, (*path, 1))]

@@ -12,13 +12,14 @@ from: after bias, penalties as after the drafts before it, grammar, filters and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from .constraint import allows
 from .request import TokenLogprob
-from .sampling import ACCEPT, DRAFT, Place, Report, Sampler, draw, report, told
+from .sampling import DRAFT, Place, Report, Sampler, draw, report, told
 
 
 class Trial:
@@ -69,8 +70,8 @@ class Trial:
             return self.drafted(mx.argmax(logits, axis=-1).astype(mx.int32))
         weights = sampler.weights(logits)
         if sampler.seeded:
-            return self.drafted(draw(weights, sampler.key(place.index)))
-        return self.drafted(draw(weights, sampler.key(place.index, DRAFT)), weights)
+            return self.drafted(draw(weights, sampler.keys(place.index)[0]))
+        return self.drafted(draw(weights, sampler.keys(place.index, 1, DRAFT)[0]), weights)
 
     def given(self, tokens: Sequence[int]) -> None:
         """Drafts from a look-up. They end before one that may not come."""
@@ -103,90 +104,83 @@ class Trial:
 
     def _judge(self, logits: mx.array, shared: mx.array | None, row: int) -> Verdict:
         """``logits``: [D, V]. ``shared``, [slots, D], has the likeliest tokens in ``row``, if the sampler is plain."""
-        drafts = self._drafts[: logits.shape[0] - 1]
+        sampler, drafts = self._sampler, self._drafts[: logits.shape[0] - 1]
         places = [place for place in self._places[: len(drafts) + 1] if place is not None]
-        n, count = len(places), None
-        if shared is None:
-            tokens, count = self._tokens(logits[:n], places, drafts)
-            shared, row = tokens[None], 0
-        params = self._sampler.params
-        reports = []
-        if params.logprobs:
-            reports = [report(logits[i : i + 1], shared[row, i : i + 1], params.top_logprobs) for i in range(n)]
-        return Verdict(shared, row, n, drafts, count, reports)
-
-    def _tokens(
-        self, logits: mx.array, places: list[Place], drafts: list[mx.array]
-    ) -> tuple[mx.array, mx.array | None]:
-        """int32 [n], and how many of them count, where comparing them with the drafts does not tell. ``logits``: [n, V]
-        at ``places``."""
-        sampler = self._sampler
-        logits = logits.astype(mx.float32)
-        if sampler.stateless:
-            logits = sampler.processed(logits, places[0])
-        else:
-            logits = mx.concatenate([sampler.processed(logits[i : i + 1], place) for i, place in enumerate(places)])
+        n = len(places)
+        if shared is not None:
+            return Compared(drafts, n, shared, row, self._reports(logits, n, lambda i: shared[row, i : i + 1]))
+        processed = self._processed(logits[:n].astype(mx.float32), places)
         if sampler.likeliest:
-            return mx.argmax(logits, axis=-1).astype(mx.int32), None
-        weights = sampler.weights(logits)
-        keys = [sampler.key(place.index) for place in places]
+            tokens = mx.argmax(processed, axis=-1).astype(mx.int32)
+            return Compared(drafts, n, tokens[None], 0, self._reports(logits, n, lambda i: tokens[i : i + 1]))
+        p, keys = sampler.weights(processed), sampler.keys(self._first.index, n)
         if all(q is None for q in self._q[: len(drafts)]):
-            return mx.concatenate([draw(weights[i : i + 1], key) for i, key in enumerate(keys)]), None
-        ids = mx.arange(weights.shape[-1])
+            rows = [draw(p[i : i + 1], keys[i]) for i in range(n)]
+            return Compared(drafts, n, mx.concatenate(rows)[None], 0, self._reports(logits, n, rows.__getitem__))
+        ids = mx.arange(p.shape[-1])
         q = [
             mx.where(ids == token, 0.0, -float("inf"))[None] if each is None else each
             for each, token in zip(self._q, drafts, strict=False)
         ]
-        u = mx.random.uniform(shape=(len(q),), key=sampler.key(self._first.index, ACCEPT))
-        return accepted(weights, mx.concatenate(q), mx.concatenate(drafts), u, mx.stack(keys))
+        u = sampler.chances(self._first.index, len(q))
+        together = mx.concatenate(drafts)
+        kept, last = accepted(p, mx.concatenate(q), together, u, keys)
+        ends = [*drafts, last]
+        reports = self._reports(logits, n, lambda i: mx.where(i < kept, ends[i], last))
+        return Drawn(together, n, kept, last, reports)
+
+    def _processed(self, logits: mx.array, places: list[Place]) -> mx.array:
+        """[n, V] after the sampler's processors at ``places``."""
+        if self._sampler.stateless:
+            return self._sampler.processed(logits, places[0])
+        rows = [self._sampler.processed(logits[i : i + 1], place) for i, place in enumerate(places)]
+        return mx.concatenate(rows)
+
+    def _reports(self, logits: mx.array, n: int, token: Callable[[int], mx.array]) -> list[Report]:
+        params = self._sampler.params
+        if not params.logprobs:
+            return []
+        return [report(logits[i : i + 1], token(i), params.top_logprobs) for i in range(n)]
 
 
 def accepted(p: mx.array, q: mx.array, drafts: mx.array, u: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
-    """Speculative sampling over one run: int32 [n], and how many of these tokens count, 1 to n.
+    """Speculative sampling over one run: how many of the drafts are kept, int32 [], and the token after them, int32
+    [1], which counts unless ``n`` are kept.
 
     ``p``: [n, V], unnormalised log-probabilities of the target; ``q``: [m, V], of the drafter, n − 1 ≤ m ≤ n (m = n: no
     token may follow the last draft); ``drafts``: int32 [m], drawn from ``q``; ``u``: [m], uniform in [0, 1); ``keys``:
-    [n, 2], one for a draw at each place. All independent of each other. No token of probability 0 counts, but where all
-    weights of a row of ``p`` are -inf or one is NaN, which plain sampling does not survive either.
+    [n, 2], one for a draw at each place. All independent of each other. No token of probability 0 is given, but where
+    all weights of a row of ``p`` are -inf or one is NaN, which plain sampling does not survive either.
     """
     n, m = p.shape[0], q.shape[0]
-    probs, drawn = mx.softmax(p, axis=-1), mx.softmax(q, axis=-1)
+    probs, drawn = mx.softmax(p[:m], axis=-1), mx.softmax(q, axis=-1)
     at = drafts[:, None]
-    of_p, of_q = (mx.take_along_axis(each, at, axis=-1)[:, 0] for each in (probs[:m], drawn))
+    of_p, of_q = (mx.take_along_axis(each, at, axis=-1)[:, 0] for each in (probs, drawn))
     # u < p/q without a division: a q of 0 keeps what p allows, a p of 0 is never kept
     kept = mx.cumprod((u * of_q < of_p).astype(mx.int32)).sum()
-    place = mx.minimum(kept, n - 1)
-    if m < n:
-        drawn = mx.concatenate([drawn, mx.zeros_like(probs[:1])])
-    rest = mx.log(mx.maximum(probs[place] - drawn[place], 0.0))
+    place, row = mx.minimum(kept, n - 1), mx.minimum(kept, m - 1)
+    rest = mx.log(mx.maximum(probs[row] - drawn[row], 0.0))
     # p where nothing was drafted, and where rounding left nothing of the rest: a chance of one in some millions
-    weights = mx.where((place < m) & (mx.max(rest) > -float("inf")), rest, p[place])
-    last = draw(weights[None], keys[place])
-    tokens = mx.where(mx.arange(n) < kept, mx.concatenate([drafts, last])[:n], last)
-    return tokens, mx.minimum(kept + 1, n)
+    weights = mx.where((kept < m) & (mx.max(rest) > -float("inf")), rest, p[place])
+    return kept, draw(weights[None], keys[place])
 
 
-class Verdict:
-    """What of a run counts, lazily: tokens that were kept, and the one after them."""
+class Verdict(ABC):
+    """What of a run counts, lazily: drafts that are kept, and the token after them."""
 
-    def __init__(
-        self,
-        tokens: mx.array,
-        row: int,
-        n: int,
-        drafts: list[mx.array],
-        count: mx.array | None,
-        reports: list[Report],
-    ) -> None:
-        """``tokens``: int32 [slots, at least ``n``], of which ``row`` is meant. ``count``: how many of them count;
-        None: all up to the first that is not its draft."""
-        self._tokens, self._row, self._n = tokens, row, n
-        self._drafts, self._count, self._reports = drafts, count, reports
+    def __init__(self, n: int, reports: list[Report]) -> None:
+        """``n``: tokens that count at most. ``reports``: of each of them, or none."""
+        self._n, self._reports = n, reports
+
+    @abstractmethod
+    def _arrays(self) -> list[mx.array]: ...
+
+    @abstractmethod
+    def _counted(self) -> list[int]: ...
 
     def live(self) -> list[mx.array]:
         """What is to be evaluated with the forward."""
-        out = [self._tokens]
-        out += self._drafts if self._count is None else [self._count]
+        out = self._arrays()
         for each in self._reports:
             out += [each.logprob, *(each.top or ())]
         return out
@@ -194,19 +188,44 @@ class Verdict:
     def read(self) -> list[tuple[int, TokenLogprob | None]]:
         """The tokens that may be emitted, in order, each with its report; waits for them. At least one, at most all
         drafts and one more."""
+        tokens = self._counted()[: self._n]
+        if not self._reports:
+            return [(token, None) for token in tokens]
+        return [(token, told(token, each)) for token, each in zip(tokens, self._reports, strict=False)]
+
+
+class Compared(Verdict):
+    """Drafts count while they are the target's own tokens."""
+
+    def __init__(self, drafts: list[mx.array], n: int, tokens: mx.array, row: int, reports: list[Report]) -> None:
+        """``tokens``: int32 [slots, at least ``n``], of which ``row`` is meant."""
+        super().__init__(n, reports)
+        self._drafts, self._tokens, self._row = drafts, tokens, row
+
+    def _arrays(self) -> list[mx.array]:
+        return [self._tokens, *self._drafts]
+
+    def _counted(self) -> list[int]:
         tokens: list[int] = self._tokens[self._row].tolist()  # type: ignore[assignment]
-        if self._count is not None:
-            count = int(self._count.item())  # type: ignore[arg-type]
-        else:
-            count = 0
-            while count < min(len(self._drafts), self._n) and self._drafts[count].item() == tokens[count]:
-                count += 1
-            count = min(count + 1, self._n)
-        reports = self._reports or [None] * count
-        return [
-            (token, None if each is None else told(token, each))
-            for token, each in zip(tokens[:count], reports, strict=False)
-        ]
+        kept = 0
+        while kept < len(self._drafts) and self._drafts[kept].item() == tokens[kept]:
+            kept += 1
+        return tokens[: kept + 1]
+
+
+class Drawn(Verdict):
+    """A number of drafts counts, and the token after them."""
+
+    def __init__(self, drafts: mx.array, n: int, kept: mx.array, last: mx.array, reports: list[Report]) -> None:
+        super().__init__(n, reports)
+        self._drafts, self._kept, self._last = drafts, kept, last
+
+    def _arrays(self) -> list[mx.array]:
+        return [self._drafts, self._kept, self._last]
+
+    def _counted(self) -> list[int]:
+        drafts: list[int] = self._drafts.tolist()  # type: ignore[assignment]
+        return [*drafts[: self._kept.item()], self._last.item()]  # type: ignore[list-item,misc]
 
 
 def judge(trials: Sequence[Trial | None], logits: mx.array) -> list[Verdict]:
@@ -215,11 +234,11 @@ def judge(trials: Sequence[Trial | None], logits: mx.array) -> list[Verdict]:
     neighbours."""
     plain = [trial is None or trial.plain for trial in trials]
     likeliest = mx.argmax(logits, axis=-1).astype(mx.int32) if any(plain) else None
-    out = []
+    out: list[Verdict] = []
     for i, trial in enumerate(trials):
         if trial is None:
             assert likeliest is not None
-            out.append(Verdict(likeliest, i, 0, [], None, []))
+            out.append(Compared([], 0, likeliest, i, []))
         else:
             out.append(trial._judge(logits[i], likeliest if trial.plain else None, i))
     return out

@@ -39,8 +39,12 @@ class Batched:
         return id(self), slot
 
     def widest(self) -> int:
+        return 1 + self._drafts
+
+    def make_room(self, width: int) -> int:
+        """A batch is made longer between steps only."""
         room = self.batch.capacity - max((self.position(slot) for slot in self.batch.rows), default=0)
-        return max(1, min(1 + self._drafts, room))
+        return max(1, min(width, room))
 
     def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
         with self._capturing(rungs) as track:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..cache.member import UnknownCache
 from ..cache.rewind import check_drafts, most_drafts, why_not
@@ -18,7 +19,10 @@ from ..models.journal import Journal, Journals
 from ..models.mtp import WithHead, find
 from .depth import Depth, deepest
 from .drafters import Drafter
+from .drafters.model import DraftModel, open_draft_model
 from .drafters.mtp import MTP
+from .drafters.ngram import NGram
+from .memory import Memory
 from .options import Options
 
 log = logging.getLogger("mlxkv.engine")
@@ -35,6 +39,16 @@ class Drafting:
     journals: Journals
     most: int
     fixed: int | None = None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """What is loaded besides the model and its head."""
+        return [self.drafter.model] if isinstance(self.drafter, DraftModel) else []
+
+    def charge_to(self, memory: Memory) -> None:
+        """From now on caches of the drafter's own are charged to ``memory``."""
+        if isinstance(self.drafter, DraftModel):
+            self.drafter.memory = memory
 
     def depth(self) -> Depth:
         return Depth(self.most, self.fixed)
@@ -65,7 +79,7 @@ def examine(model: Any, make_cache: Caches, journals: Journals) -> tuple[Rewinds
 def choose(options: Options, *, head: str | None, rewinds: str | None) -> tuple[str, str]:
     """Which drafter is used ("off" for none), and why none is. ``head``, ``rewinds``: why there is no head, and why
     drafts cannot be taken back; None where all is well. Raises ConfigError where the user asked for what cannot be."""
-    wanted = options.draft
+    wanted = "model" if options.draft == "auto" and options.draft_model is not None else options.draft
     if wanted == "off":
         return "off", "it was switched off"
     if wanted == "auto" and (head or rewinds):
@@ -113,7 +127,10 @@ def _drafter(name: str, options: Options, loaded: Loaded, headed: WithHead | Non
     if name == "mtp":
         assert headed is not None
         return MTP(headed.logits)
-    raise ConfigError(f"The drafter {name!r} is unknown.")
+    if name == "model":
+        assert options.draft_model is not None
+        return open_draft_model(options.draft_model, loaded, dtype=options.dtype)
+    return NGram()
 
 
 def group_size(config: dict[str, Any]) -> int:

@@ -80,9 +80,9 @@ class Generation:
         """The state that ``store`` has of the prompt, or a fresh one."""
         sequence, rt = self.sequence, self.rt
         tokens = sequence.prompt.tokens
-        allotment = Allotment(
-            rt, sequence, reserve(len(tokens) + min(sequence.limit, OPEN_END), max_len=rt.context_length)
-        )
+        answer = min(sequence.limit, OPEN_END)
+        rows = reserve(len(tokens) + answer, lookahead=rt.lookahead, max_len=rt.context_length)
+        allotment = Allotment(rt, sequence, rows)
         fresh = allotment.fresh
         if store is None:
             return fresh(), Lookup(0, "none", "off", 0), Plan(), allotment

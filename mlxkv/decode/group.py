@@ -54,7 +54,11 @@ class Executor(Protocol):
         ...
 
     def widest(self) -> int:
-        """How many rows a token's forward may have now; 1 where nothing can be taken back."""
+        """How many tokens of each row a forward may have now; 1 where nothing can be taken back."""
+        ...
+
+    def make_room(self, width: int) -> int:
+        """Buffers grow for a forward of ``width`` tokens of each row, if they may; how many it may have then."""
         ...
 
     def verify(self, inputs: mx.array) -> mx.array:
@@ -247,12 +251,16 @@ class Group:
         left = max(row.sequence.limit - len(row.sequence.sampled) for row in self.rows.values())
         room = min([self.executor.widest(), *(self._reach(slot) for slot in self.rows)])
         most = min(left, room) - 1
-        return self._speculation.next(self.rows, most) if most > 0 else 0
+        drafts = self._speculation.next(self.rows, most) if most > 0 else 0
+        return self.executor.make_room(drafts + 1) - 1 if drafts else 0
 
     def _reach(self, slot: int) -> int:
-        """Tokens that the row may get in one forward before its rows must be copied out for the store."""
-        recorder = self.rows[slot].sequence.recorder
-        return 2**31 if recorder is None else recorder.reach
+        """Tokens that the row may get in one forward before its rows must be copied out for the store, or it comes to
+        the end of the model's context."""
+        sequence = self.rows[slot].sequence
+        reach = 2**31 if sequence.recorder is None else sequence.recorder.reach
+        context = sequence.rt.context_length
+        return reach if context is None else min(reach, context - self.executor.position(slot))
 
     def _cycle(self, most: int) -> list[Ended] | None:
         """Draft up to ``most`` tokens for each row, verify them in one forward, and accept what the rows' own samplers

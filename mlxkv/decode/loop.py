@@ -139,7 +139,8 @@ class Loop:
     def check_integrity(self) -> None:
         """Raises where books contradict each other, or somebody holds what nobody needs."""
         self.pool.check_integrity()
-        self.rt.memory.check_integrity([*self.waiting, *self.sequences, *self.groups, self.pool])
+        drafts = [] if self.seats.speculation is None else self.seats.speculation.owners(self.sequences)
+        self.rt.memory.check_integrity([*self.waiting, *self.sequences, *self.groups, self.pool, *drafts])
 
     # a turn
 
@@ -355,7 +356,8 @@ class Loop:
         """Rows of the caches that its prompt is read into: with the answer's where it will decode on them."""
         n = len(sequence.prompt.tokens)
         answer = min(sequence.limit, OPEN_END) if alone else 0
-        return reserve(n + answer, max_len=self.rt.context_length)
+        ahead = self.rt.lookahead if alone else 0
+        return reserve(n + answer, lookahead=ahead, max_len=self.rt.context_length)
 
     @property
     def _stays_alone(self) -> bool:

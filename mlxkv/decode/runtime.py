@@ -38,6 +38,7 @@ from .memory import Memory, physical, recommended, weigh  # noqa: E402
 from .options import EngineInfo, Options  # noqa: E402
 from .prompt import build  # noqa: E402
 from .request import Request  # noqa: E402
+from .reservation import lookahead  # noqa: E402
 from .segments import Split  # noqa: E402
 
 log = logging.getLogger("mlxkv.engine")
@@ -75,6 +76,11 @@ class Runtime:
     ladder: int = LADDER
     barrier: Callable[[], None] = mx.synchronize
 
+    @property
+    def lookahead(self) -> int:
+        """Rows that a cycle may need past those of what a request can have."""
+        return 0 if self.drafting is None else lookahead(self.drafting.drafter.name, self.drafting.most)
+
 
 def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     """Load the model, probe its layout, open the store. Raises ModelError, ConfigError."""
@@ -94,7 +100,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
 
     def make_cache(spare: int = options.ring_spare if drafts else 0) -> list[Any]:
         caches = with_rings(make_prompt_cache(loaded.model), spare)
-        return caches if headed is None else [*caches, HeadCache(headed.runner())]
+        return caches if headed is None else [*caches, HeadCache(headed.runner(), joint=headed.head.n_layers == 1)]
 
     spans = Spans()
     if drafts or options.split != "always":
@@ -116,9 +122,13 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
         off = e.message
         headed = None
-    weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []))
-    memory = Memory(options.memory_limit or recommended(), weights, live)
+    more = drafting.models if drafting is not None else []
+    weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []), *more)
+    spare = options.ring_spare if drafting is not None else None
+    memory = Memory(options.memory_limit or recommended(), weights, live, spare=spare)
     memory.check_limit()
+    if drafting is not None:
+        drafting.charge_to(memory)
     notes = list(loaded.notes)
     if layout is not None and options.cache_dir is not None and options.store_bits is not None:
         layout = layout.packed(options.store_bits)

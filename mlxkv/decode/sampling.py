@@ -110,7 +110,7 @@ class Sampler:
         logits = self.processed(logits.astype(mx.float32), self.place)
         if self.likeliest:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
-        return draw(self.weights(logits), self.key(self._index))
+        return draw(self.weights(logits), self.keys(self._index)[0])
 
     def advance(self, token: int) -> None:
         """``token`` was sampled and the sequence goes on; to be called once for each, before the next is sampled.
@@ -145,12 +145,16 @@ class Sampler:
             allowed,
         )
 
-    def key(self, index: int, purpose: int = TOKEN) -> mx.array:
-        """The random key of the token of an index; keys of different purposes are independent."""
-        return mx.random.key(self._number(index, purpose))
+    def keys(self, index: int, n: int = 1, purpose: int = TOKEN) -> mx.array:
+        """The random keys of ``n`` tokens from ``index`` on, uint32 [n, 2]; those of different purposes are
+        independent."""
+        numbers = [_mix(self._seeds[purpose], i) for i in range(index, index + n)]
+        return mx.array([[x >> 32, x & 0xFFFFFFFF] for x in numbers], mx.uint32)
 
-    def _number(self, index: int, purpose: int) -> int:
-        return _mix(self._seeds[purpose], index)
+    def chances(self, index: int, n: int) -> mx.array:
+        """Uniform numbers in [0, 1), one for the draft of each of ``n`` tokens from ``index`` on; float32 [n]."""
+        numbers = [_mix(self._seeds[ACCEPT], i) for i in range(index, index + n)]
+        return mx.array([(x >> 40) * 2.0**-24 for x in numbers], mx.float32)
 
     def processed(self, logits: mx.array, place: Place) -> mx.array:
         """``logits`` [n, vocabulary], float32, after bias, penalties and grammar as at ``place``."""
@@ -179,14 +183,13 @@ class Sampler:
         """[n, vocabulary] of processed ``logits``: unnormalised log-probabilities after filters and temperature, -inf
         for what was filtered out."""
         p = self.params
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if p.top_p < 1:
-            logprobs = top_p(logprobs, p.top_p)
+            logits = top_p(logits, p.top_p)
         if p.min_p:
-            logprobs = min_p(logprobs, p.min_p)
+            logits = min_p(logits, p.min_p)
         if self._top_k:
-            logprobs = top_k(logprobs, self._top_k)
-        return logprobs * (1.0 / p.temperature)
+            logits = top_k(logits, self._top_k)
+        return logits * (1.0 / p.temperature)
 
 
 def draw(weights: mx.array, key: mx.array) -> mx.array:

@@ -147,6 +147,8 @@ class Seats:
             if max(group.positions().values()) >= capacity:
                 self._settle(group)
                 self._lengthen(group, capacity + 1)
+            elif cycle and self._drafts:
+                self._look_ahead(group)
         if group.rows:
             group.step(cycle)
 
@@ -155,6 +157,22 @@ class Seats:
         self.steps.interrupt()
         if self.speculation is not None:
             self.speculation.interrupt()
+
+    def _look_ahead(self, group: Group) -> None:
+        """Room for the drafts of a cycle too, where answers go on past the columns there are. Without it cycles are
+        narrow, and it is asked for again when a token needs it."""
+        run = group.executor
+        assert isinstance(run, Batched)
+        rows = {slot: self._rows_for(row.sequence, run.position(slot)) for slot, row in group.rows.items()}
+        need = max(min(run.position(slot) + 1 + self._drafts, n) for slot, n in rows.items())
+        if need <= run.batch.capacity or self._capacity(need) <= run.batch.capacity:
+            return
+        self._settle(group)
+        try:
+            if group.rows:
+                self._resize(group, run.slots, need)
+        except MemoryFull as e:
+            log.debug("no room for drafts: %s", e)
 
     def _lengthen(self, group: Group, need: int) -> None:
         """Room for ``need`` rows; where there is none, those who need them have failed, and the others go on."""
@@ -387,8 +405,10 @@ class Seats:
             memory.release(group, "joins")
 
     def _rows_for(self, sequence: Sequence, position: int) -> int:
-        """Rows that a sequence is given room for: all that it can have, or for some time where that is far."""
-        return min(sequence.full_length, position + OPEN_END)
+        """Rows that a sequence is given room for, drafts too: all that it can have, or for some time where that is
+        far."""
+        rows, context = min(sequence.full_length, position + OPEN_END) + self._rt.lookahead, self._rt.context_length
+        return rows if context is None else min(rows, context)
 
     def capacity_for(self, sequence: Sequence) -> int:
         """Rows of a slot that has room for ``sequence``, once its prompt was read."""

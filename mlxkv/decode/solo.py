@@ -54,13 +54,14 @@ class Allotment:
         self._rt.memory.move(self._sequence, self._name, "caches")
         self._name = "caches"
 
-    def need(self, rows: int) -> None:
-        """Its caches are about to have ``rows`` rows. Raises MemoryFull."""
+    def need(self, rows: int) -> int:
+        """Its caches are about to have ``rows`` rows; how many they are to have room for. Raises MemoryFull."""
         memory = self._rt.memory
         while rows > self.rows:
             more = memory.sequence_bytes(self.rows + self._step) - memory.sequence_bytes(self.rows)
             fits(memory, self._sequence, more, rows)
             self.hold(self.rows + self._step)
+        return self.rows
 
     def give_back(self) -> None:
         self.rows = 0
@@ -93,8 +94,9 @@ class At:
 
 
 class Solo:
-    """``room`` is told how many rows the caches need before they grow, and raises MemoryFull. Who stands at a rung
-    keeps the state; of a rung inside a run of accepted tokens, the journal of its forward tells it.
+    """``room`` is told how many rows the caches need before they grow, says to how many they grow, and raises
+    MemoryFull. Who stands at a rung keeps the state; of a rung inside a run of accepted tokens, the journal of its
+    forward tells it.
 
     ``drafting``: of an engine that drafts; ``max_len``: rows that the caches may come to, None for any."""
 
@@ -105,17 +107,19 @@ class Solo:
         self,
         model: Any,
         state: SequenceState,
-        room: Callable[[int], None],
+        room: Callable[[int], int],
         drafting: Drafting | None = None,
         max_len: int | None = None,
     ) -> None:
         self._model, self.state, self._room = model, state, room
+        #: rows that it has, as far as was asked
+        self._rows = 0
         self._drafting, self._max_len = drafting, max_len
         self._journal: Journal | None = None
         self._inside: At | None = None
 
     def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
-        self._room(self.state.position + 1)
+        self._need(self.state.position + 1)
         logits = self._model(inputs[None], cache=self.state.caches)
         self.state.advance(1)
         return logits[:, -1, :]
@@ -128,18 +132,24 @@ class Solo:
         width = 1 + (self._drafting.most if self._drafting is not None else 0)
         if self._max_len is not None:
             width = min(width, self._max_len - self.state.position)
-        if width < 2:
-            return 1
+        return max(1, width)
+
+    def make_room(self, width: int) -> int:
         try:
-            self._room(self.state.position + width)
+            self._need(self.state.position + width)
         except MemoryFull:
-            return 1
+            return min(width, max(1, self._rows - self.state.position))
         return width
+
+    def _need(self, rows: int) -> None:
+        if rows > self._rows:
+            self._rows = self._room(rows)
+            self.state.reserve(self._rows)  # in a forward of several tokens they would grow to another length
 
     def verify(self, inputs: mx.array) -> mx.array:
         assert self._drafting is not None and self._inside is None
         width = inputs.shape[1]
-        self._room(self.state.position + width)
+        self._need(self.state.position + width)
         self.state.expect(width)
         with self._drafting.journals.recording(width) as self._journal:
             logits = self._model(inputs, cache=self.state.caches)

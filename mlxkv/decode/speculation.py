@@ -6,7 +6,7 @@ asks for before that forward and tells afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,7 +101,8 @@ class Speculation:
         drafted, tokens = k * len(kept), sum(kept.values())
         self.counts = Counts(c.cycles + 1, c.proposed + drafted, c.accepted + tokens - len(kept), c.tokens + tokens)
         self.last = k
-        self.depth.cycled(self._histories(rows), k, [kept[slot] for slot in rows], seconds)
+        made = [min(k, len(proposal.trials[slot])) for slot in rows]
+        self.depth.cycled(self._histories(rows), k, [kept[slot] for slot in rows], seconds, made)
 
     def stepped(self, rows: Mapping[int, Drafted], seconds: float) -> None:
         self.last = 0
@@ -110,6 +111,10 @@ class Speculation:
     def interrupt(self) -> None:
         """What comes next has waited for something else: its time is no measure."""
         self.depth.interrupt()
+
+    def owners(self, sequences: Iterable[Sequence]) -> list[Hashable]:
+        """Whom the drafter's own caches for these sequences are charged to."""
+        return [(self.drafter.name, sequence) for sequence in sequences]
 
     def forget(self, sequence: Sequence) -> None:
         self.drafter.forget(sequence)

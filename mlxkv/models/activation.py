@@ -17,7 +17,7 @@ from mlx_lm.models import llama, qwen2, qwen3, qwen3_next
 from mlx_lm.models.activations import swiglu
 
 _LOG2E = math.log2(math.e)
-_MIN_SIZE = 2048  # elements; below, the saving does not pay for more operations
+_MIN_SIZE = 1280  # elements; below, the saving does not pay for more operations
 _MEASURED = sys.platform == "linux" and platform.machine() == "x86_64"
 
 

@@ -69,7 +69,7 @@ def load(
     network, config = open_network(path, found.names)
     if adapter_path is not None:
         _apply_adapter(network, adapter_path)
-    tokenizer = _load_tokenizer(path, config)
+    tokenizer = load_tokenizer(path, config)
 
     now = numerics.current()
     notes: list[str] = []
@@ -79,7 +79,9 @@ def load(
     if now.device == "cpu" and precision.is_quantised(network):
         dequantised, note = precision.dequantise(network, precision.DTYPES[chosen].size)
         notes += [note] if note else []
-    head = None if opened is None else mtp.evaluate(opened, precision.DTYPES[chosen], network, unpack=dequantised)
+    # a head is unpacked where the body's matrices are, also where some layers of the body have no plain form
+    unpack = now.device == "cpu" and not any(isinstance(m, nn.QuantizedLinear) for m in network.modules())
+    head = None if opened is None else mtp.evaluate(opened, precision.DTYPES[chosen], network, unpack=unpack)
     if now.device == "cpu" and now.mode == "fast":
         from .fast import accelerate
 
@@ -174,11 +176,12 @@ def _apply_adapter(network: nn.Module, path: Path) -> None:
         ) from error
 
 
-def _load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
-    from mlx_lm.utils import load_tokenizer
+def load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
+    """The tokenizer of a folder. Raises ModelError."""
+    from mlx_lm.utils import load_tokenizer as open_tokenizer
 
     try:
-        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        return open_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         text = " ".join(str(error).split())
         if "trust_remote_code" in text:

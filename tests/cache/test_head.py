@@ -16,7 +16,7 @@ from mlxkv.models import load
 from mlxkv.models.mtp import WithHead
 from tests import headed, tiny
 
-LENGTH = 80
+LENGTH = 64
 
 
 class Story:
@@ -93,7 +93,7 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_was_drafted_the_records_and_the_next_draft_are_those_of_a_plain_run(story, seed):
     rng = random.Random(seed)
     cache = story.head(rng.randrange(1, 6))

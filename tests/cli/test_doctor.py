@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
 from tests import tiny
@@ -104,6 +105,16 @@ def test_what_is_set_is_told_but_no_secret(cli, model, tmp_path, monkeypatch):
 def test_a_head_is_found(cli, model, tmp_path):
     from tests import headed
 
-    assert "none" in checks(cli("doctor", "--model", model, "--json"))["MTP head"]["detail"]
-    found = checks(cli("doctor", "--model", headed.make(tmp_path / "headed"), "--json"))["MTP head"]
-    assert found["status"] == "ok" and "Qwen3.5, 1 layer (15 tensors in model.safetensors)" in found["detail"]
+    def said(folder):
+        found = checks(cli("doctor", "--model", folder, "--json"))["MTP head"]
+        return found["status"], found["detail"]
+
+    assert said(model) == ("ok", "none in this checkpoint")
+    status, detail = said(headed.make(tmp_path / "headed"))
+    assert status == "ok" and "Qwen3.5, 1 layer (15 tensors in model.safetensors)" in detail
+    status, detail = said(headed.make(tmp_path / "mimo", "mimo"))
+    assert status == "ok" and "MiMo" in detail and "1 draft in a row" in detail
+    strange = tiny.make("llama", tmp_path / "strange")
+    weights = dict(mx.load(str(strange / "model.safetensors"))) | {"mtp.fc.weight": mx.zeros((4, 4))}
+    mx.save_safetensors(str(strange / "model.safetensors"), weights)
+    assert said(strange) == ("warn", "found, not used: heads of llama are not supported")

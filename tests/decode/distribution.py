@@ -19,7 +19,7 @@ import numpy as np
 from mlxkv.decode.acceptance import Trial, accepted
 from mlxkv.decode.constraint import pack
 from mlxkv.decode.request import SamplingParams
-from mlxkv.decode.sampling import ACCEPT, DRAFT, TOKEN, Sampler, draw
+from mlxkv.decode.sampling import DRAFT, TOKEN, Sampler, draw
 from mlxkv.errors import DeadEnd
 
 VOCAB, LENGTH = 5, 3
@@ -85,6 +85,27 @@ class Case:
         return (sum(prefix) * 3 + len(prefix) + 1) % VOCAB
 
 
+CASES = {
+    "temperature": Case({"temperature": 0.7}, "far", depth=3),
+    "same": Case(drafter="same"),
+    "top_p": Case({"top_p": 0.8}, "far"),
+    "top_k, min_p": Case({"temperature": 1.3, "top_k": 3, "min_p": 0.1}, depth=3),
+    "penalties": Case(
+        {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.6, "repetition_context": 2},
+        depth=3,
+    ),
+    "bias, look-up": Case({"logit_bias": {3: 2.0, 0: -1.0}, "top_p": 0.95}, "given"),
+    "grammar": Case({"temperature": 1.5, "top_k": 3}, "far", grammar=True),
+    "all": Case(
+        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 4, "logit_bias": {3: 1.0, 1: -0.5}}
+        | {"frequency_penalty": 0.5, "repetition_penalty": 1.3, "repetition_context": 4},
+        "mixed",
+        depth=3,
+        grammar=True,
+    ),
+}
+
+
 def exact(case: Case) -> np.ndarray:
     """The probability of each text, float64 [V ** LENGTH], in the order of their numbers in base V."""
     p = SamplingParams(**{"temperature": 1.0, **case.params})
@@ -122,13 +143,19 @@ def _probabilities(p: SamplingParams, x: np.ndarray, said: tuple[int, ...], gram
 
 @cache
 def keys(seeds: tuple[int, ...]) -> np.ndarray:
-    """uint32 [n, LENGTH + 1, purposes, 2]: the keys of samplers with these seeds of their own, by index and purpose."""
-    out = []
-    for seed in seeds:
-        sampler = Sampler(SamplingParams(), [], VOCAB, own_seed=seed)
-        out.append([[sampler._number(i, purpose) for purpose in (TOKEN, DRAFT, ACCEPT)] for i in range(LENGTH + 1)])
-    numbers = np.array(out, np.uint64)
-    return np.stack([numbers >> np.uint64(32), numbers & np.uint64(2**32 - 1)], axis=-1).astype(np.uint32)
+    """uint32 [n, purposes, LENGTH + 1, 2]: the keys of samplers with these seeds of their own, by purpose and index."""
+    rows = [[np.array(s.keys(0, LENGTH + 1, purpose)) for purpose in (TOKEN, DRAFT)] for s in _samplers(seeds)]
+    return np.array(rows)
+
+
+@cache
+def chances(seeds: tuple[int, ...]) -> np.ndarray:
+    """float32 [n, LENGTH]: the numbers that decide on drafts."""
+    return np.array([np.array(s.chances(0, LENGTH)) for s in _samplers(seeds)])
+
+
+def _samplers(seeds: tuple[int, ...]) -> list[Sampler]:
+    return [Sampler(SamplingParams(), [], VOCAB, own_seed=seed) for seed in seeds]
 
 
 class Texts:
@@ -138,7 +165,7 @@ class Texts:
         self.case = case
         sampler = case.sampler(0)
         self.p, self.q = (self._weights(sampler, mx.array(each)) for each in case.logits())
-        self.keys = keys(tuple(seeds))
+        self.keys, self.chances = keys(tuple(seeds)), chances(tuple(seeds))
 
     def _weights(self, sampler: Sampler, logits: mx.array) -> mx.array:
         """What is sampled from after each prefix, [prefixes, V]; where none may come, nothing is read."""
@@ -158,7 +185,7 @@ class Texts:
         said: list[tuple[int, ...]] = [()] * len(self.keys)
         for i in range(LENGTH):
             weights = self.p[mx.array([PLACE[t] for t in said])]
-            drawn = np.array(_draws(weights, mx.array(self.keys[:, i, TOKEN])))
+            drawn = np.array(_draws(weights, mx.array(self.keys[:, TOKEN, i])))
             said = [(*t, int(d)) for t, d in zip(said, drawn, strict=True)]
         return np.array(said)
 
@@ -168,12 +195,12 @@ class Texts:
         for length in range(LENGTH):  # who stands here has another cycle
             here = [i for i, t in enumerate(said) if len(t) == length]
             if here:
-                for i, more in zip(here, self._cycle([said[i] for i in here], self.keys[here], rule), strict=True):
+                for i, more in zip(here, self._cycle([said[i] for i in here], here, rule), strict=True):
                     said[i] = (*said[i], *more)[:LENGTH]
         return np.array(said)
 
-    def _cycle(self, said: list[tuple[int, ...]], keys: np.ndarray, rule: Rule) -> list[list[int]]:
-        at = len(said[0])
+    def _cycle(self, said: list[tuple[int, ...]], here: list[int], rule: Rule) -> list[list[int]]:
+        at, keys = len(said[0]), self.keys[here]
         k = min(self.case.depth, LENGTH - at)
         paths, q = [said], []
         for j in range(k):
@@ -181,15 +208,15 @@ class Texts:
             if self.case.looks_up(j, k):
                 found = mx.array([self.case.looked_up(t) for t in paths[-1]])
                 weights = mx.where(mx.arange(VOCAB) == found[:, None], 0.0, -float("inf"))
-            drawn = np.array(_draws(weights, mx.array(keys[:, at + j, DRAFT])))
+            drawn = np.array(_draws(weights, mx.array(keys[:, DRAFT, at + j])))
             q.append(weights)
             paths.append([(*t, int(d)) for t, d in zip(paths[-1], drawn, strict=True)])
         p = mx.stack([self.p[mx.array([PLACE[t] for t in path])] for path in paths], axis=1)
-        u = mx.vmap(lambda key: mx.random.uniform(shape=(k,), key=key))(mx.array(keys[:, at, ACCEPT]))
         drafts = mx.array([t[at:] for t in paths[-1]], mx.int32)
-        args = (p, mx.stack(q, axis=1), drafts, u, mx.array(keys[:, at : at + k + 1, TOKEN]))
-        tokens, counts = mx.vmap(rule)(*args)
-        return [row[:n] for row, n in zip(tokens.tolist(), counts.tolist(), strict=True)]  # type: ignore[arg-type]
+        u = mx.array(self.chances[here, at : at + k])
+        args = (p, mx.stack(q, axis=1), drafts, u, mx.array(keys[:, TOKEN, at : at + k + 1]))
+        kept, last = (each.tolist() for each in mx.vmap(rule)(*args))
+        return [[*row[:n], t] for row, n, (t,) in zip(drafts.tolist(), kept, last, strict=True)]
 
 
 def _draws(weights: mx.array, keys: mx.array) -> mx.array:
@@ -237,3 +264,14 @@ def surprise(counts: np.ndarray, expected: np.ndarray, of_samples: bool = False)
     statistic = ((a - b) ** 2 / (a + b if of_samples else b)).sum()
     k = len(a) - 1
     return float(((statistic / k) ** (1 / 3) - 1 + 2 / (9 * k)) / np.sqrt(2 / (9 * k)))
+
+
+def deviates(case: Case, samples: int, seed: int, at_once: int = 10_000) -> tuple[float, float]:
+    """``surprise`` of that many speculative texts, against the exact distribution and against as many plain ones."""
+    rng = np.random.default_rng(seed)
+    plain, speculative = np.zeros(VOCAB**LENGTH), np.zeros(VOCAB**LENGTH)
+    for done in range(0, samples, at_once):
+        n = min(at_once, samples - done)
+        plain += counted(Texts(case, rng.integers(0, 2**63, n).tolist()).plain())
+        speculative += counted(Texts(case, rng.integers(0, 2**63, n).tolist()).speculative())
+    return surprise(speculative, samples * exact(case)), surprise(speculative, plain, of_samples=True)

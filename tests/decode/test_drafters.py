@@ -88,7 +88,7 @@ def test_a_draft_model_drafts_as_if_it_had_read_the_committed_tokens_only(small,
     rng = random.Random(arch)
     drafter = small(arch)
     words = Words(tiny.ids(30, seed=1))
-    for _ in range(12):
+    for _ in range(8):
         k = rng.randrange(1, 6)
         round = asked(words)
         mine = drafts(drafter, round, k)

@@ -72,8 +72,8 @@ class Batch:
             kind, spec = type(cache), specs.get(path)
             if kind is CacheList:
                 return CacheList(*(form(inner, (*path, i)) for i, inner in enumerate(cache.caches)))
-            if kind is HeadCache:
-                return BatchHead(self._place, self.slots)
+            if kind is HeadCache and (head := specs.get((*path, 0))) is not None:
+                return BatchHead(self._place, head, self.slots, self.capacity)
             if spec is not None and kind in GROWING:
                 return GROWING[kind](self._place, spec, self.slots, self.capacity)
             if spec is not None and kind in WINDOWS:

@@ -4,10 +4,24 @@ mlx-lm drops their tensors when it loads a model; this reads them itself. ``find
 used, ``load`` gives the head, ``WithHead`` runs body and head as one.
 """
 
-from .find import Found, find, open_head
+from .find import Found, Opened, find, open_head
 from .head import Head
-from .loading import evaluate, load
+from .loading import evaluate, load, share, write
 from .qwen import QwenHead as MTPHead
+from .tensors import SIDE_FILE
 from .with_head import WithHead
 
-__all__ = ["Found", "Head", "MTPHead", "WithHead", "evaluate", "find", "load", "open_head"]
+__all__ = [
+    "SIDE_FILE",
+    "Found",
+    "Head",
+    "MTPHead",
+    "Opened",
+    "WithHead",
+    "evaluate",
+    "find",
+    "load",
+    "open_head",
+    "share",
+    "write",
+]

@@ -105,6 +105,12 @@ class DeepSeek:
         _, _, number, rest = name.split(".", 3)
         return f"layers.{int(number) - config['num_hidden_layers']}.{rest}"
 
+    def stored(self, name: str, config: dict[str, Any]) -> str:
+        if name.startswith("embed_tokens."):
+            name = f"layers.0.{name}"
+        _, number, rest = name.split(".", 2)
+        return f"model.layers.{int(number) + config['num_hidden_layers']}.{rest.removeprefix('block.')}"
+
     def build(self, config: dict[str, Any], weights: Mapping[str, mx.array]) -> tuple[Head, dict[str, mx.array]]:
         module = _module(config)
         args = module.ModelArgs.from_dict(copy.deepcopy(config))

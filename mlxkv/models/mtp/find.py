@@ -18,8 +18,10 @@ from .qwen import Qwen
 from .tensors import File, Tensors, read
 
 LAYOUTS: tuple[Layout, ...] = (Qwen(), DeepSeek(), MiMo())
-#: what heads of other families are called in mlx-lm's architectures, which all drop them
-_ELSEWHERE = re.compile(r"(.*\.)?(mtp|mtp_[a-z]+)\..+|model\.layers\.(\d+)\..*\.?(enorm|hnorm|eh_proj)\..+")
+#: what heads of other families are called in mlx-lm's architectures, which all drop them: by a name of their own, or
+#: as layers behind the body's, of which one brings a projection
+_NAMED = re.compile(r"(.*\.)?(mtp|mtp_[a-z_]+)\..+")
+_LAYER = re.compile(r"(.*\.)?layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Opened:
     weights: dict[str, mx.array]
     shifted: bool
     files: list[File]
+    layout: Layout
+    config: dict[str, Any]
 
 
 def find(path: Path, config: dict[str, Any]) -> Found:
@@ -82,14 +86,15 @@ def _opened(tensors: Tensors, layout: Layout, names: list[str], config: dict[str
         why = f"it cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return Found(tuple(sorted(held)), False, why, files=paths), None
     found = Found(tuple(sorted(held)), moved, "", head.family, head.n_layers, head.most_drafts, paths)
-    return found, Opened(head, weights, moved, files)
+    return found, Opened(head, weights, moved, files, layout, config)
 
 
 def _others(names: list[str], config: dict[str, Any]) -> list[str]:
+    """Names of a head in no known layout."""
     text = config.get("text_config") or config
     layers = text.get("num_hidden_layers") or text.get("num_layers")
-    out = []
-    for name in names:
-        if (m := _ELSEWHERE.fullmatch(name)) and (m[3] is None or layers is None or int(m[3]) >= layers):
-            out.append(name)
-    return out
+    named = [name for name in names if _NAMED.fullmatch(name)]
+    if named or not isinstance(layers, int):
+        return named
+    behind = [name for name in names if (m := _LAYER.fullmatch(name)) and int(m[2]) >= layers]
+    return behind if any("eh_proj." in name for name in behind) else []

@@ -31,6 +31,10 @@ class Layout(Protocol):
         """A tensor's name inside the head, as ``build`` takes it."""
         ...
 
+    def stored(self, name: str, config: dict[str, Any]) -> str:
+        """The published name for a parameter of the head that ``build`` gives."""
+        ...
+
     def build(self, config: dict[str, Any], weights: Mapping[str, mx.array]) -> tuple[Head, dict[str, mx.array]]:
         """The head that these tensors (by local name) fill, and the tensors by its parameters' names. Raises Misfit."""
         ...

@@ -7,10 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from .. import precision
 from .find import Opened, open_head
 from .head import Head
+from .tensors import NORMS_KEY, VERSION, VERSION_KEY
 
 
 def load(
@@ -37,12 +39,25 @@ def evaluate(opened: Opened, dtype: mx.Dtype, body: nn.Module | None = None, *, 
     precision.cast(head, name, like=body)
     if unpack and precision.is_quantised(head):
         dequantize_model(head)
-    text: Any = getattr(body, "language_model", body)
-    if text is not None:
-        head.share(text.model.embed_tokens, text.get("lm_head"))
+    if body is not None:
+        share(head, body)
     head.eval()
     mx.eval(head.parameters())
     return head
+
+
+def share(head: Head, body: nn.Module) -> None:
+    """Let the head go of matrices that are the same, bit for bit, as those of ``body``, in the same dtype."""
+    text: Any = getattr(body, "language_model", body)
+    head.share(text.model.embed_tokens, text.get("lm_head"))
+
+
+def write(file: Path, head: Head, opened: Opened) -> None:
+    """Write ``head``, made of ``opened`` with its norms as they were stored, under its published names."""
+    named: list[Any] = tree_flatten(head.parameters())  # type: ignore[assignment]
+    weights = {opened.layout.stored(name, opened.config): array for name, array in named}
+    norms = "w-1" if opened.shifted else "w"
+    mx.save_safetensors(str(file), weights, metadata={"format": "mlx", VERSION_KEY: VERSION, NORMS_KEY: norms})
 
 
 def _is_norm(name: str, weight: mx.array) -> bool:

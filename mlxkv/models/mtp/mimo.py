@@ -66,6 +66,9 @@ class MiMo:
     def local(self, name: str, config: dict[str, Any]) -> str:
         return "layers." + name.removeprefix(_PREFIX)
 
+    def stored(self, name: str, config: dict[str, Any]) -> str:
+        return f"{_PREFIX}0.{name.removeprefix('block.')}"
+
     def build(self, config: dict[str, Any], weights: Mapping[str, mx.array]) -> tuple[Head, dict[str, mx.array]]:
         if len(layer_numbers(weights, "layers.")) > 1:
             raise Misfit("it has more than one layer, and how they follow each other is not known")

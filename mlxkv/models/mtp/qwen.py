@@ -64,6 +64,9 @@ class Qwen:
     def local(self, name: str, config: dict[str, Any]) -> str:
         return name[name.index("mtp.") + len("mtp.") :]
 
+    def stored(self, name: str, config: dict[str, Any]) -> str:
+        return f"mtp.{name}"
+
     def build(self, config: dict[str, Any], weights: Mapping[str, mx.array]) -> tuple[Head, dict[str, mx.array]]:
         text = copy.deepcopy(config.get("text_config") or config)
         if text.get("mtp_use_dedicated_embeddings"):

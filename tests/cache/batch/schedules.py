@@ -159,6 +159,8 @@ class Schedule:
     def take(self) -> None:
         """A row goes on alone for some tokens, and comes back."""
         slot = self.random.choice(list(self.twins))
+        if self.twins[slot].state.position >= self.batch.capacity:
+            return self.resize()
         alone, twin = Twin(self.model, self.batch.take(slot)), self.twins[slot]
         mx.eval(alone.state.live())
         self.batch.leave(slot)
@@ -168,6 +170,7 @@ class Schedule:
             self._seen(alone.feed([token]), twin.feed([token]))
         self._states(alone.state, twin.state)
         self.batch.join(slot, alone.state)
+        return None
 
     def resize(self, capacity: int = 0) -> None:
         longest = max([0, *(t.state.position for t in self.twins.values())])
