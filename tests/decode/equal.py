@@ -20,6 +20,7 @@ from tests.decode.kept import compare, kept
 from tests.decode.many import Alone, Outcome, Planned, ask, changed, drive, load, schedule, with_caches, wrong_with
 from tests.decode.scripted import Scripted, drafted_by
 from tests.decode.stories import Stories
+from tests.decode.witness import Witness, witnessed
 
 INEXACT = SUITE_INEXACT | MORE_INEXACT
 #: where sums depend on how a prompt was cut, states may differ by as much more than logits do
@@ -47,8 +48,8 @@ def of_kind(kind: str, folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Report:
-    """``together``: the most requests that were between their first and their last token at the same time. ``wrong``
-    must stay empty."""
+    """``together``: the most requests that were between their first and their last token at the same time. ``cycles``:
+    after which it was looked where rows stand, and states that were ``compared`` then. ``wrong`` must stay empty."""
 
     asked: int = 0
     given_up: int = 0
@@ -57,6 +58,8 @@ class Report:
     records: int = 0
     shared: float = 0.0
     worst: float = 0.0
+    cycles: int = 0
+    compared: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -79,7 +82,7 @@ def measure(
     """``bound``: how far logits of this model may be off after other cuts; ``make_cache``: other caches than the
     model's own; ``short``: tokens of the longest prompt; ``drafter``: drafts for the engine that has them all, where
     its ``options`` say that something drafts."""
-    found = Report()
+    found, witness = Report(), Witness(random.Random(requests), bound * DEEPER)
     step = 1 + (options.get("draft_depth") or 8)
     with with_caches(make_cache):
         alone = Alone(model)
@@ -90,7 +93,7 @@ def measure(
             for cache_dir in (None, folder / "many"):
                 plan = schedule(rng, asked, cancelled=0.4)
                 scripted = changed(drafted_by(drafter)) if drafter is not None else nullcontext()
-                with scripted, load(model, cache_dir, **options) as engine:
+                with scripted, witnessed(witness), load(model, cache_dir, **options) as engine:
                     outcomes = drive(engine, plan)
                 where = "without a store" if cache_dir is None else "with a store"
                 judge(found, where, plan, outcomes, [alone(each) for each in asked], bound, step)
@@ -104,8 +107,9 @@ def measure(
             compared = compare(many, kept(folder / "one"), bound * DEEPER)
         finally:
             alone.close()
-    found.wrong += compared.wrong
-    found.records, found.worst = compared.both, compared.worst
+    found.wrong += [*compared.wrong, *witness.wrong]
+    found.records, found.worst = compared.both, max(compared.worst, witness.worst)
+    found.cycles, found.compared = witness.cycles, witness.compared
     found.shared = compared.both / max(1, compared.either)
     return found
 
