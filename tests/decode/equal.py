@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlxkv.decode.request import Completion, Delta, Request
+from mlxkv.decode.runtime import Runtime
 from tests import tiny
-from tests.architectures import MORE_INEXACT
+from tests.architectures import DRAFTS_INEXACT, MORE_INEXACT
 from tests.cache.test_equality import INEXACT as SUITE_INEXACT
 from tests.decode.kept import compare, kept
 from tests.decode.many import Alone, Outcome, Planned, ask, changed, drive, load, schedule, with_caches, wrong_with
@@ -67,6 +67,11 @@ def bound_of(arch: str) -> float:
     return INEXACT.get(arch, (0.0, ""))[0]
 
 
+def drafts_bound_of(arch: str) -> float:
+    """As ``bound_of``, where drafts are verified."""
+    return max(bound_of(arch), DRAFTS_INEXACT.get(arch, (0.0, ""))[0])
+
+
 def measure(
     model: Path,
     folder: Path,
@@ -77,11 +82,14 @@ def measure(
     make_cache: Callable[[], list[Any]] | None = None,
     short: int | None = None,
     drafter: Scripted | None = None,
+    ladder: int | None = None,
+    folders: Sequence[str | None] = (None, "many"),
     **options: Any,
 ) -> Report:
     """``bound``: how far logits of this model may be off after other cuts; ``make_cache``: other caches than the
     model's own; ``short``: tokens of the longest prompt; ``drafter``: drafts for the engine that has them all, where
-    its ``options`` say that something drafts."""
+    its ``options`` say that something drafts; ``ladder``: the first rung, where states of answers are kept;
+    ``folders``: of the stores of runs, None for one without, the last of them "many"."""
     found, witness = Report(), Witness(random.Random(requests), bound * DEEPER)
     step = 1 + (options.get("draft_depth") or 8)
     with with_caches(make_cache):
@@ -90,10 +98,13 @@ def measure(
             asked = Stories(rng, alone, *((short, 0) if short else ())).take(requests)
             if drafter is not None:
                 drafter.learn([[*(each.tokens or []), *alone(each).token_ids] for each in asked])
-            for cache_dir in (None, folder / "many"):
+            for cache_dir in (folder / name if name else None for name in folders):
                 plan = schedule(rng, asked, cancelled=0.4)
-                scripted = changed(drafted_by(drafter)) if drafter is not None else nullcontext()
-                with scripted, witnessed(witness), load(model, cache_dir, **options) as engine:
+                with (
+                    changed(runtimes(ladder, drafter)),
+                    witnessed(witness),
+                    load(model, cache_dir, **options) as engine,
+                ):
                     outcomes = drive(engine, plan)
                 where = "without a store" if cache_dir is None else "with a store"
                 judge(found, where, plan, outcomes, [alone(each) for each in asked], bound, step)
@@ -101,7 +112,7 @@ def measure(
             with load(model, folder / "many", draft="off") as engine:
                 for each in [] if short else asked[::2]:
                     again(found, each, alone, lambda request: engine.submit(request).result())
-            with load(model, folder / "one", prefill_chunk=None, draft="off") as engine:
+            with changed(runtimes(ladder)), load(model, folder / "one", prefill_chunk=None, draft="off") as engine:
                 for each in asked:
                     engine.submit(each).result()
             compared = compare(many, kept(folder / "one"), bound * DEEPER)
@@ -112,6 +123,17 @@ def measure(
     found.cycles, found.compared = witness.cycles, witness.compared
     found.shared = compared.both / max(1, compared.either)
     return found
+
+
+def runtimes(ladder: int | None, drafter: Scripted | None = None) -> Callable[[Runtime], Runtime]:
+    """What is made of an engine's runtime."""
+
+    def change(rt: Runtime) -> Runtime:
+        if drafter is not None:
+            rt = drafted_by(drafter)(rt)
+        return rt if ladder is None else replace(rt, ladder=ladder)
+
+    return change
 
 
 def judge(

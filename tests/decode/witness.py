@@ -1,5 +1,5 @@
-"""Rows after each cycle, on the engine's thread: where every member stands, and what single steps of mlx-lm's own caches
-over the same tokens give, array by array."""
+"""Rows after each cycle, on the engine's thread: where every member stands; and array by array what single steps with
+mlx-lm's own caches give over the same tokens."""
 
 from __future__ import annotations
 
