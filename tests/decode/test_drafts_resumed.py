@@ -30,9 +30,12 @@ def watched():
         rows = cycles.pop().tolist()
         cycles.append({tuple(rows[slot]): n for slot, n in kept.items()})
 
-    with mock.patch.object(Solo, "verify", verify(Solo)), mock.patch.object(Batched, "verify", verify(Batched)):
-        with mock.patch.object(MTP, "committed", committed):
-            yield cycles
+    with (
+        mock.patch.object(Solo, "verify", verify(Solo)),
+        mock.patch.object(Batched, "verify", verify(Batched)),
+        mock.patch.object(MTP, "committed", committed),
+    ):
+        yield cycles
 
 
 def asks(engine, request):

@@ -47,11 +47,15 @@ def test_a_rung_inside_an_accepted_run(tmp_path, rows, compile):
     alone.close()
     drafter.learn([*each.tokens, *r.token_ids] for each, r in zip(asked, right, strict=True))
     how = {"compile": compile, "draft": "ngram", "draft_depth": DEPTH}
-    with watched(Solo) as solo, watched(Batched) as batched, changed(runtimes(LADDER, drafter)):
-        with load(model, tmp_path / "drafts", **how) as engine:
-            tickets = [engine.submit(each) for each in asked]
-            assert [t.result().token_ids for t in tickets] == [r.token_ids for r in right]
-            status = engine.status()
+    with (
+        watched(Solo) as solo,
+        watched(Batched) as batched,
+        changed(runtimes(LADDER, drafter)),
+        load(model, tmp_path / "drafts", **how) as engine,
+    ):
+        tickets = [engine.submit(each) for each in asked]
+        assert [t.result().token_ids for t in tickets] == [r.token_ids for r in right]
+        status = engine.status()
     assert bool(status.traces) == (compile == "on")
     # no cycle was shorter for it: all drafts were kept, but for the ends of answers
     assert status.accepted >= 40 * rows and all(n == k for n, k in drafter.kept[: -3 * rows])
