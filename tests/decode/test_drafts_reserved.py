@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from functools import partial
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -15,6 +16,7 @@ from mlxkv.cache.ring import with_rings
 from mlxkv.cache.state import SequenceState
 from mlxkv.decode import loop as loop_module
 from mlxkv.decode import seats
+from mlxkv.decode.loop import Loop
 from mlxkv.decode.memory import cycle_bytes, live_bytes
 from mlxkv.decode.solo import MemoryFull
 from mlxkv.models.spans import install
@@ -27,6 +29,18 @@ from tests.decode.test_many_reserved import Looks, allocated
 
 class CycleLooks(Looks):
     """Each sequence that has caches, and each slot of a batch, is charged for its cycles too."""
+
+    @contextlib.contextmanager
+    def at_each_turn(self):
+        """Looks after each turn of engines inside: who asks from another thread may come too late."""
+        real = Loop.turn
+
+        def turn(loop):
+            real(loop)
+            self.look(loop)
+
+        with mock.patch.object(Loop, "turn", turn):
+            yield
 
     def look(self, loop):
         status, found = loop.status(), allocated(loop)
@@ -66,9 +80,9 @@ def measure(folder, asked, how, *, plan=None, exact=True, store=None, context=10
     alone.close()
     drafter.learn([*(request.tokens or []), *answer.token_ids] for request, answer in zip(asked, answers, strict=True))
     plan = plan or [Planned(request) for request in asked]
-    with changed(drafted_by(drafter)), load(folder, store, draft="ngram", **options) as engine:
-        looks = CycleLooks(engine, exact)
-        outcomes = drive(engine, plan, looks)
+    looks = CycleLooks(None, exact)
+    with changed(drafted_by(drafter)), looks.at_each_turn(), load(folder, store, draft="ngram", **options) as engine:
+        outcomes = drive(engine, plan)
         assert not settled(engine)
     step = 1 + options["draft_depth"]
     for planned, outcome, answer in zip(plan, outcomes, answers, strict=True):
@@ -86,7 +100,7 @@ def test_reserved_is_allocated(tiny_model, tmp_path, arch):
     plan = schedule(rng, asked, cancelled=0.2)
     exact = arch == "qwen3_5"  # a window's buffer grows until it is full
     looks = measure(tiny_model(arch), asked, "random", plan=plan, exact=exact, store=tmp_path, draft_depth=3)
-    assert looks.looks > 30 and looks.most_rows and looks.together >= 2
+    assert looks.looks > 12 and looks.most_rows and looks.together >= 2
 
 
 @pytest.mark.parametrize(("arch", "depth"), [("llama", 8), ("qwen3_5", 3)])

@@ -42,23 +42,22 @@ def company(alone, drafter):
 
 
 def test_at_every_point_of_a_cycle(model, alone, company, drafter):
-    """Bursts of 1 to 6, each size at several points."""
+    """Bursts of 1 to 6, each size at one or two points; the soak has several at each."""
     with engine(model, drafter) as made, watched(made) as house:
         for n, point in enumerate(POINTS):
-            for count in {1 + n % 6, 6 - n % 3}:
-                assert company.scene([(point, 1)] * count).play(house, alone) == [], (point, count)
+            assert company.scene([(point, 1)] * (1 + n % 6)).play(house, alone) == [], point
         status = made.status()
         went = {"idle > speculating", "speculating > draining", "draining > sharing", "sharing > draining"}
         went |= {"draining > handoff", "handoff > batched", "batched > speculating", "speculating > idle"}
         assert went <= set(status.handoffs) and not any("recovery" in change for change in status.handoffs)
-        assert status.drafted > status.accepted > status.cycles > 50
+        assert status.drafted > status.accepted > status.cycles > 25
 
 
 def test_one_after_the_other_beside_a_real_head(model, alone, company, tmp_path):
     """Its rows are stored with the prompts, and made from hidden states of cycles, of joint steps and of chunks."""
     asked = []
     with engine(model, None, tmp_path / "many", prefill_chunk=None) as made, watched(made) as house:
-        for _ in range(3):
+        for _ in range(2):
             scene = company.anywhere(4)
             scene.late = [(point, skip, r) for point, skip, r in scene.late if r not in asked]
             asked += [scene.stream, *(r for *_, r in scene.late)]
