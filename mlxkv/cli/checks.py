@@ -241,7 +241,7 @@ def _model(settings: Settings) -> Iterator[Check]:
                 return
         else:
             path = folder.resolve(name)
-        found = mtp.find(path, folder.check(path))
+        found, opened = mtp.open_head(path, folder.check(path))
     except MlxkvError as error:
         yield Check("model", "fail", error.message, error.cure)
         return
