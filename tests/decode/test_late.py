@@ -47,6 +47,7 @@ def test_at_every_point_of_a_cycle(model, alone, company, drafter):
         for n, point in enumerate(POINTS):
             for count in {1 + n % 6, 6 - n % 3}:
                 assert company.scene([(point, 1)] * count).play(house, alone) == [], (point, count)
+                assert len(house.tickets) == 1 + count
         status = made.status()
         went = {"idle > speculating", "speculating > draining", "draining > sharing", "sharing > draining"}
         went |= {"draining > handoff", "handoff > batched", "batched > speculating", "speculating > idle"}
