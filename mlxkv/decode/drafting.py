@@ -28,6 +28,7 @@ from .options import Options
 log = logging.getLogger("mlxkv.engine")
 
 Caches = Callable[[], list[Any]]
+NO_HEAD = "the checkpoint has no multi-token-prediction head"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def no_head(loaded: Loaded) -> str | None:
     if loaded.head is not None:
         return None
     found = find(loaded.path, loaded.config)
-    return found.reason or "the checkpoint has no multi-token-prediction head"
+    return found.reason or NO_HEAD
 
 
 def _drafter(name: str, options: Options, loaded: Loaded, headed: WithHead | None) -> Drafter:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 
+import mlxkv
 from mlxkv.models import load, mtp
 from mlxkv.models.convert import convert
 from tests import headed, heads, tiny
@@ -77,6 +78,17 @@ def test_heads_are_stored_and_resumed(kind, layers, tmp_path):
     assert resumed.completion.usage.cached_tokens == 19
     assert equal(head_logits(resumed, rt, 9), head_logits(cold(rt, tokens), rt, 9))
     rt.store.close()
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("qwen3_next", 1), ("deepseek_v3", 1), ("mimo", 1), ("qwen3_5", 2)])
+def test_text_is_the_same_with_their_drafts(kind, layers, tmp_path):
+    folder = headed.make(tmp_path / "model", kind, layers=layers)
+    texts = []
+    for draft, depth in (("off", None), ("mtp", 1 if kind == "mimo" else 3)):
+        with mlxkv.load(folder, cache=False, draft=draft, draft_depth=depth) as engine:
+            texts.append(mlxkv.generate(engine, tiny.ids(9, seed=4), max_tokens=16).token_ids)
+            assert engine.info.drafter == (None if draft == "off" else "mtp")
+    assert texts[0] == texts[1] and len(texts[0]) == 16
 
 
 def test_files_beside_the_checkpoint_must_say_how_their_norms_are_stored(tmp_path):
@@ -150,7 +162,7 @@ def test_what_does_not_fit_is_not_used_and_says_why(kind, change, reason, tmp_pa
 def test_heads_of_other_families_are_named_and_left_out(arch, name, tmp_path):
     folder = rewrite(tiny.make(arch, tmp_path / "model"), lambda w: w.update({name: mx.zeros((4, 4))}))
     seen = found(folder)
-    assert seen.names == (name,) and seen.reason == f"heads of {arch} are not supported"
+    assert seen.names == (name,) and seen.reason.startswith(f"heads of {arch} are not supported: ")
     assert load(folder).head is None  # and the body loads, also where mlx-lm would not drop it
 
 

@@ -67,7 +67,8 @@ def open_head(path: Path, config: dict[str, Any]) -> tuple[Found, Opened | None]
         if names := layout.names(tensors.names, config):
             return _opened(tensors, layout, names, config)
     if names := _others(tensors.names, config):
-        return Found(tuple(names), False, f"heads of {config.get('model_type')} are not supported"), None
+        why = f"heads of {config.get('model_type')} are not supported: their layout is not known here"
+        return Found(tuple(names), False, why), None
     return Found((), False, " ".join(tensors.damaged)), None
 
 
