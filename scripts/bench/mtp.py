@@ -26,7 +26,6 @@ import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 
 import mlx.core as mx  # isort: skip
 import mlx_lm  # isort: skip
-from mlx_lm.models.cache import make_prompt_cache  # isort: skip
 
 import mlxkv
 from mlxkv import Engine
