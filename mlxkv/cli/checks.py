@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +22,7 @@ from .cache_text import size
 from .options import Flags
 
 if TYPE_CHECKING:
-    from ..models.mtp import Found, Opened
+    from ..models.mtp import Found
 
 NEEDED_MLX = (0, 32, 4)
 NETWORK = {
@@ -264,7 +264,7 @@ def _model(settings: Settings) -> Iterator[Check]:
         none = f"{settings.store_bits}, which changes nothing: no layer keeps rows that can be stored quantised"
         yield Check("store bits", "ok" if n else "warn", what if n else none)
     yield _head(found)
-    yield _drafting(settings, network, config, found, opened)
+    yield _drafts(settings, network, config, found)
     width = (config.get("text_config") or config).get("linear_key_head_dim")
     if isinstance(width, int) and width % 32:
         slow = f"key heads are {width} wide, no multiple of 32: Metal's gated-delta kernel cannot be used"
@@ -284,42 +284,49 @@ def _head(found: Found) -> Check:
     return Check("MTP head", "ok", f"found: {what}")
 
 
-def _drafting(settings: Settings, network: Any, config: dict[str, Any], found: Found, opened: Opened | None) -> Check:
-    """What would draft, and every reason why nothing does; a forward is built for it, and never computed."""
+def _drafts(settings: Settings, network: Any, config: dict[str, Any], found: Found) -> Check:
+    """What would draft with these settings, or why nothing does, and which layers keep it from that."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from ..cache.head import HeadCache
+    from ..cache.rewind import check_drafts, most_drafts
     from ..cache.ring import with_rings
     from ..decode.depth import deepest
-    from ..decode.drafting import NO_HEAD, choose, examine, group_size
+    from ..decode.drafting import choose, examine, group_size
     from ..decode.options import Options
-    from ..models.mtp import WithHead
     from ..models.spans import install
 
     given = settings.engine_options()
-    given.pop("cache")
-    options = Options(model=settings.require_model(), **given)
-    headed = WithHead(network, opened.head) if opened is not None else None
-
-    def make_cache() -> list[Any]:
-        caches = with_rings(make_prompt_cache(network), options.ring_spare)
-        return caches if headed is None else [*caches, HeadCache(headed.runner())]
-
-    rewinds = examine(headed or network, make_cache, install(network)[0])[0]
-    no_head = None if found.usable else found.reason or NO_HEAD
+    wanted = {key: given[key] for key in ("draft", "draft_model", "draft_depth", "ring_spare")}
+    journals, _ = install(network)
+    rewinds, state, journal = examine(
+        network, lambda: with_rings(make_prompt_cache(network), settings.ring_spare), journals
+    )
+    stuck = [member for member in state.members or () if most_drafts(member, journal) == 0]
+    head = None if found.usable else found.reason or "the checkpoint has no multi-token-prediction head"
     try:
-        name, why = choose(options, head=no_head, rewinds=rewinds.why_not)
+        name, why = choose(Options(model="", **wanted), head=head, rewinds=rewinds.why_not)
+        if name != "off":
+            check_drafts(state.members or [], settings.draft_depth or 1, journal)
     except ConfigError as error:
-        return Check("drafting", "fail", error.message, error.cure)
-    if name != "off":
-        most = deepest(group_size(config), rewinds.most)
-        if name == "mtp" and found.most_drafts is not None:
-            most = min(most, found.most_drafts)
-        return Check("drafting", "ok", f"{name}, at most {most} {'draft' if most == 1 else 'drafts'} a cycle")
-    if options.draft == "auto":
-        why = "; ".join(reason for reason in (no_head, rewinds.why_not) if reason)
-    wasted = found.usable and options.draft == "auto"
-    return Check("drafting", "warn" if wasted else "ok", f"off: {why}", "It decodes token by token." if wasted else "")
+        return Check("drafts", "fail", error.message + _layers(stuck), error.cure)
+    if name == "off":
+        other = "" if stuck or settings.draft == "off" else "; --draft ngram or --draft-model would"
+        return Check("drafts", "ok", f"none: {why}{other}{_layers(stuck)}")
+    most = deepest(group_size(config), rewinds.most)
+    if name == "mtp" and found.most_drafts is not None:
+        most = min(most, found.most_drafts)
+    who = {"mtp": "by its own head", "ngram": "by look-up in the text", "model": f"by {settings.draft_model}"}[name]
+    many = f"{settings.draft_depth} at a time" if settings.draft_depth else f"1 to {most} at a time, as many as pay"
+    return Check("drafts", "ok", f"{who}, {many}")
+
+
+def _layers(stuck: Sequence[Any]) -> str:
+    """The layers whose state cannot be taken back, by kind."""
+    kinds: dict[str, list[str]] = {}
+    for member in stuck:
+        kinds.setdefault(member.kind, []).append(member.label)
+    named = "; ".join(f"{kind}: {', '.join(labels)}" for kind, labels in kinds.items())
+    return f" (layers that take nothing back: {named})" if named else ""
 
 
 def _selftest() -> Iterator[Check]:

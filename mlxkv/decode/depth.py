@@ -38,6 +38,8 @@ KEPT, NEEDED = 7, 3
 SHIFT = 1.25
 #: a cycle costs at least so many plain steps: it does all that one does
 LEAST = 1.05
+#: cycles of a depth in a rehearsal
+REHEARSED = 2
 #: what a cycle counts for against the next one: of a sequence, and of the engine
 FADE, FADE_ENGINE = 0.96, 0.99
 #: of the first drafts of earlier sequences, so few were accepted that the next one's hardly will be
@@ -242,6 +244,8 @@ class Depth:
         self._costs: dict[int, Costs] = {}
         self._engine: dict[Hashable, Accepted] = {}
         self._courses: dict[int, Course] = {}
+        #: while it rehearses: depths that are still to be made, by rows
+        self._rehearsal: dict[int, list[int]] | None = None
         self._timed = False
         #: whether the latest was a cycle
         self._cycles = False
@@ -249,7 +253,19 @@ class Depth:
     def history(self, kind: Hashable = None) -> History:
         """For a new sequence. ``kind``: what its acceptance depends on, greedy or not for one: earlier sequences of
         that kind say what is to be expected."""
+        if self._rehearsal is not None:  # what its drafts are worth says nothing
+            return History(Accepted(FADE_ENGINE))
         return History(self._engine.setdefault(kind, Accepted(FADE_ENGINE)))
+
+    def rehearse(self, on: bool) -> None:
+        """From now on, or no longer, cycles are made to be timed: every depth a few times, whatever comes of it."""
+        self._rehearsal = {} if on else None
+        self._courses.clear()
+
+    def _rehearsed(self, rows: Sequence[History]) -> list[int]:
+        assert self._rehearsal is not None
+        ends_first = sorted(self.rungs, key=lambda k: (k not in (1, self.most), k))
+        return self._rehearsal.setdefault(len(rows), [k for k in ends_first for _ in range(REHEARSED)])
 
     # what to do
 
@@ -261,6 +277,8 @@ class Depth:
         if self.fixed is not None or not limit or not rows:
             return limit
         course, costs = self._course(rows), self._costs_of(len(rows))
+        if self._rehearsal is not None:
+            return min(limit, next(iter(self._rehearsed(rows)), 0)) if costs.known(0) >= NEEDED else 0
         if costs.known(0) < NEEDED or course.steps or course.silent or (course.wait and not course.k):
             return 0
         best, gain = self._best(rows, course, costs, limit)
@@ -327,6 +345,10 @@ class Depth:
         out. ``drafted``: where some had fewer drafts than k."""
         costs, course = self._costs_of(len(rows)) if rows else Costs(), self._course(rows) if rows else Course()
         self._note(costs, k, seconds)
+        if self._rehearsal is not None:
+            self._cycles = True
+            del self._rehearsed(rows)[:1]
+            return
         if costs.known(0):
             usual = costs.cycle(k, self._like(len(rows)))
             # what it took, if that can be: a first one may have waited for a kernel that was built

@@ -214,15 +214,20 @@ class Engine:
 
     def warm_up(self) -> None:
         """Have short requests of no meaning answered together, of which nothing is looked up or stored: the first real
-        ones find kernels built, the model asked whether its rows can share a batch, and chunks and steps timed. Other
-        shapes are met, and traced where steps are compiled, when a request is admitted. Raises EngineError."""
-        plan = warm_up()
+        ones find kernels built, the model asked whether its rows can share a batch, and chunks, steps and, where there
+        are drafts, cycles timed. Other shapes are met, and traced where steps are compiled, when a request is admitted.
+        Raises EngineError."""
+        plan = warm_up(self._options.draft_depth or self.info.drafts if self.info.drafter else 0)
         rows = plan.requests(self._options.max_rows, WARM_TOKENS, 3, 1)
-        for tokens in (WARM_TOKENS, plan.prompt):  # a chunk, and then a mixed run
-            sampling = SamplingParams(max_tokens=plan.steps)
-            asked = [Request(tokens=[0] * tokens, sampling=sampling, use_cache=False) for _ in range(rows)]
-            for ticket in [self.submit(request) for request in asked]:
-                ticket.result()
+        self.inspect(lambda loop: loop.rehearse(True))
+        try:
+            for tokens in (WARM_TOKENS, plan.prompt):  # a chunk, and then a mixed run
+                sampling = SamplingParams(max_tokens=plan.steps * plan.width)
+                asked = [Request(tokens=[0] * tokens, sampling=sampling, use_cache=False) for _ in range(rows)]
+                for ticket in [self.submit(request) for request in asked]:
+                    ticket.result()
+        finally:
+            self.inspect(lambda loop: loop.rehearse(False))
 
     def health(self) -> Health:
         with self._wake:

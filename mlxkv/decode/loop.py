@@ -136,6 +136,11 @@ class Loop:
         """Rows that the caches of a sequence have, or will have, which does not decode yet."""
         return self._allotments[sequence].rows if sequence in self._allotments else 0
 
+    def rehearse(self, on: bool) -> None:
+        """What is asked from now on, or no longer, is only there to be timed."""
+        if self.seats.speculation is not None:
+            self.seats.speculation.depth.rehearse(on)
+
     def check_integrity(self) -> None:
         """Raises where books contradict each other, or somebody holds what nobody needs."""
         self.pool.check_integrity()

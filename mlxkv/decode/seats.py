@@ -50,6 +50,9 @@ class Seats:
         #: why rows take turns instead of sharing a batch
         self.obstacle: str | None = None if rt.live is not None else "its state has no known layout"
         self._asked = False
+        #: widths that are traced when a row joins; depths that adapt are many, and traced at their first cycle
+        fixed = rt.drafting.fixed if rt.drafting is not None else None
+        self._widths = () if fixed is None else (fixed + 1,)
         #: drafts of a cycle of several rows at most; 0 where such a forward is not what single steps are
         self._drafts = rt.drafting.most if rt.drafting is not None else 0
         #: for so many calls no change of groups is tried: there was no room for the last one
@@ -289,7 +292,8 @@ class Seats:
     def _known(self, decision: Resize | Divide | Unite) -> bool:
         batch = decision.group.batch
         slots = 1 if isinstance(decision, Divide) else decision.slots
-        return self.steps.knows(slots, batch.capacity if batch is not None else 0)
+        widths = self._widths if self._drafts else ()
+        return self.steps.knows(slots, batch.capacity if batch is not None else 0, widths)
 
     def _unite(self, group: Group, other: Group, slots: int) -> None:
         for slot in list(other.rows):
@@ -349,7 +353,7 @@ class Seats:
             run.batch.join(slot, state)
             mx.eval(run.live())
         group.add(slot, row)
-        self.steps.admit(run.batch, self.pool)
+        self.steps.admit(run.batch, self.pool, self._widths if self._drafts else ())
 
     def _batch_of(self, group: Group, slots: int, need: int) -> Batched:
         """Make a batch of a group that is one sequence on its own caches."""
@@ -386,7 +390,7 @@ class Seats:
             run.batch.resize(slots, capacity, keep)
             mx.eval(run.live())
         group.renumber(keep)
-        self.steps.admit(run.batch, self.pool)
+        self.steps.admit(run.batch, self.pool, self._widths if self._drafts else ())
 
     @contextmanager
     def _paying(

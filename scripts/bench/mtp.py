@@ -53,7 +53,8 @@ ROOM = 512
 
 def prompts(tokenizer: Any, step: int) -> list[list[int]]:
     """Every ``step``-th held-out prompt that is not long."""
-    chosen = [c for c in cases(lambda messages: 0) if c.kind != "far" and not c.tools][::step]
+    every = cases(lambda messages: sum(len(m["content"]) for m in messages) // 4)
+    chosen = [c for c in every if c.kind != "far" and not c.tools][::step]
     return [list(tokenizer.apply_chat_template(c.messages, add_generation_prompt=True)) for c in chosen]
 
 

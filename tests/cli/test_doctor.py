@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from tests import tiny
+from tests import headed, tiny
 
 
 def checks(found):
@@ -121,19 +121,38 @@ def test_a_head_is_found(cli, model, tmp_path):
     assert status == "warn" and detail.startswith("found, not used: heads of llama are not supported: ")
 
 
-def test_what_drafts_is_told_and_why_nothing_does(cli, model, tmp_path):
-    from tests import headed
+@pytest.mark.parametrize(
+    ("arch", "flags", "status", "said"),
+    [
+        ("qwen3_5", (), "ok", ("none: the checkpoint has no multi-token-prediction head", "--draft ngram")),
+        ("qwen3_5", ("--draft", "ngram"), "ok", ("by look-up in the text, 1 to 8 at a time",)),
+        ("llama", ("--draft", "ngram", "--draft-depth", 3), "ok", ("3 at a time",)),
+        ("gemma3_text", ("--draft", "ngram", "--ring-spare", 2), "ok", ("1 to 2 at a time",)),
+        ("gemma3_text", ("--draft", "ngram", "--ring-spare", 2, "--draft-depth", 3), "fail", ("3 drafts", "2 at most")),
+        ("qwen3_5", ("--draft", "mtp"), "fail", ("cannot draft for itself",)),
+        ("qwen3_5", ("--draft", "off"), "ok", ("none: it was switched off",)),
+        ("llama", ("--draft-model", "small"), "ok", ("by small",)),
+    ],
+)
+def test_what_would_draft(cli, tiny_model, arch, flags, status, said):
+    found = cli("doctor", "--model", tiny_model(arch), *flags, "--json")
+    check = checks(found)["drafts"]
+    assert check["status"] == status and found.code == (status == "fail")
+    assert all(part in check["detail"] for part in said), check["detail"]
 
-    def said(folder, *flags):
-        found = checks(cli("doctor", "--model", folder, *flags, "--json"))["drafting"]
-        return found["status"], found["detail"]
 
-    assert said(model) == ("ok", "off: the checkpoint has no multi-token-prediction head")
-    assert said(model, "--draft", "ngram") == ("ok", "ngram, at most 8 drafts a cycle")
-    folder = headed.make(tmp_path / "mimo", "mimo")
-    assert said(folder) == ("ok", "mtp, at most 1 draft a cycle")
-    assert said(folder, "--draft", "off") == ("ok", "off: it was switched off")
-    status, detail = said(tiny.make("rwkv7", tmp_path / "rwkv7"))
-    assert status == "ok" and "head; " in detail and "recurrent" in detail
-    found = checks(cli("doctor", "--model", model, "--draft", "mtp", "--json"))["drafting"]
-    assert found["status"] == "fail" and "--draft" in found["cure"]
+def test_what_would_draft_with_a_head(cli, tmp_path):
+    seen = checks(cli("doctor", "--model", headed.make(tmp_path / "model"), "--json"))
+    assert seen["drafts"]["detail"].startswith("by its own head, 1 to ")
+
+
+def test_layers_that_take_nothing_back_are_named(cli, tmp_path):
+    """A recurrence without a journal: drafting is off."""
+    folder = tiny.make("rwkv7", tmp_path / "model")
+    found = cli("doctor", "--model", folder, "--json")
+    detail = checks(found)["drafts"]["detail"]
+    assert found.code == 0 and detail.startswith("none: ")
+    assert "layers that take nothing back: recurrent: 0, 1" in detail
+    found = cli("doctor", "--model", folder, "--draft", "ngram", "--json")
+    check = checks(found)["drafts"]
+    assert found.code == 1 and check["status"] == "fail" and "recurrent: 0, 1" in check["detail"]

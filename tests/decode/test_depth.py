@@ -193,6 +193,19 @@ def test_catching_up_counts():
     assert asked[1.0] < asked[0.0] <= 12
 
 
+def test_a_rehearsal_times_every_depth_and_believes_no_draft():
+    depth = Depth(5)
+    depth.rehearse(True)
+    run = Paper(demo, always(0.0)).run(depth, tokens=60)
+    made = [k for _, k in run.depths]
+    assert made[:14] == [0, 0, 0, 0, 1, 1, 5, 5, 2, 2, 3, 3, 4, 4] and not any(made[14:])
+    assert max(k for _, k in Paper(demo, always(0.0)).run(depth, 2, tokens=60).depths) == 5
+    depth.rehearse(False)
+    good = Paper(demo, always(0.95)).run(depth)
+    assert good.depths[0][1] == 1 and good.reached(5) <= 12  # nothing is timed first, and no draft is mistrusted
+    assert Paper(demo, always(0.0)).run(depth).gain >= 0.95
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([None, 3]), st.integers(1, 8))
 def test_whatever_is_told_depths_are_in_bounds(seed, fixed, most):

@@ -129,7 +129,7 @@ def test_who_has_had_no_chunk_goes_first(model, alone, company, drafter):
     """Whoever has fewer tokens to go: a burst that comes while another prompt is read does not wait for that."""
     reading, *burst = company.late[0], company.late[3], company.late[5]
     with engine(model, drafter) as made, watched(made) as house:
-        late = [("a token is said", 0, reading), *(("a chunk is read", 1, each) for each in burst)]
+        late = [("a token is said", 0, reading), *(("after the commit", 1, each) for each in burst)]
         assert Scene(company.streams[0], late).play(house, alone) == []
         queued = house.trace.index(("queued", 3))
         chunks = [number for kind, number in house.trace[queued:] if kind == "chunk"]
