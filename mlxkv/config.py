@@ -92,6 +92,13 @@ def _store_bits(value: Any) -> int | None:
     return number
 
 
+def _depth(value: Any) -> int | None:
+    """1 to 8; "auto" takes back what a weaker source set."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return None
+    return _whole(1, 8)(value)
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError
@@ -143,6 +150,14 @@ def _compile(value: Any) -> str:
     return "on" if _flag(value) else "off"
 
 
+_DRAFTS = {name: name for name in ("auto", "mtp", "ngram", "model", "off")}
+
+
+def _draft(value: Any) -> str:
+    """What drafts; a file may say false."""
+    return "off" if value is False else _choice(_DRAFTS)(value)
+
+
 _DTYPES = {"auto": "auto", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -179,6 +194,10 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "max_gap_ms": (_whole(1, 600_000), "a whole number of milliseconds, from 1 to 600,000"),
     "max_rows": (_whole(1, 256), "a whole number from 1 to 256"),
     "compile": (_compile, "auto, on or off"),
+    "draft": (_draft, "auto, mtp, ngram, model or off"),
+    "draft_model": (_plain, "a model folder or a Hugging Face id"),
+    "draft_depth": (_depth, "a whole number from 1 to 8, or auto"),
+    "ring_spare": (_whole(1, 256), "a whole number of rows, from 1 to 256"),
 }
 #: other spellings, in files and after MLXKV_; ``no_cache`` turns its value round
 ALIASES = {"temp": "temperature", "no_cache": "cache", "system_prompt": "system", "adapter_path": "adapter"}
@@ -216,6 +235,10 @@ class Settings:
     max_gap_ms: int | None = None
     max_rows: int = 16
     compile: str = "auto"
+    draft: str = "auto"
+    draft_model: str | None = None
+    draft_depth: int | None = None
+    ring_spare: int = 8
     ram_budget: int | None = None
     write_budget: int | None = None
     legacy_dirs: tuple[Path, ...] = ()
@@ -288,6 +311,10 @@ class Settings:
             "max_gap_ms": self.max_gap_ms,
             "max_rows": self.max_rows,
             "compile": self.compile,
+            "draft": self.draft,
+            "draft_model": os.path.expanduser(self.draft_model) if self.draft_model else None,
+            "draft_depth": self.draft_depth,
+            "ring_spare": self.ring_spare,
             "async_kv_limit": self.async_kv_limit,
             "memory_limit": self.memory_limit,
             "wired": self.wired,

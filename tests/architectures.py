@@ -125,6 +125,37 @@ _LONGCAT = {
     "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True,
 }
+#: models that only tests of prediction heads need
+HEADED: dict[str, dict[str, Any]] = {
+    "glm4_moe": _TWO
+    | {
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "routed_scaling_factor": 1.5,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "rope_scaling": None,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "glm4_moe_lite": _TWO
+    | _MLA
+    | {
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.8,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 32,
+    },
+    "mimo": _TWO | {"num_nextn_predict_layers": 1},
+}
 #: by model_type; the comment says which cache classes make_cache() returns
 MORE: dict[str, dict[str, Any]] = {
     # ArraysCache(2) of Mamba-1, KVCache

@@ -1,13 +1,14 @@
-"""A tiny qwen3_5 folder in the original checkpoint layout, with a multi-token-prediction head."""
+"""Tiny model folders in the layout that is published, with a multi-token-prediction head."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from tests import tiny
+from tests import heads, tiny
 
 _SHIFTED = (
     "input_layernorm.weight",
@@ -18,29 +19,43 @@ _SHIFTED = (
 )
 
 
-def make(folder: Path, *, seed: int = 5) -> Path:
-    """Body as ``tiny`` makes it, convolutions and norms put back into the layout that is published (w − 1)."""
-    tiny.make("qwen3_5", folder)
-    config = json.loads((folder / "config.json").read_text())["text_config"]
-    weights = dict(mx.load(str(folder / "model.safetensors")))
+def make(
+    folder: Path, kind: str = "qwen3_5", *, seed: int = 5, layers: int = 1, own: bool = False, **overrides: Any
+) -> Path:
+    """Body as ``tiny`` makes it, put back into the layout that is published, and a head of ``kind`` (``heads.KINDS``).
+
+    ``own``: a DeepSeek head brings an embedding and output matrix that differ from the body's; published ones do not.
+    """
+    made = heads.KINDS[kind]
+    tiny.make(made.arch, folder, **{**made.overrides, **overrides})
+    body = published(dict(mx.load(str(folder / "model.safetensors"))), made.arch)
+    head = {n: mx.array(a) for n, a in heads.tensors(kind, layers=layers, seed=seed).items()}
+    for name in head:
+        if not own and name.endswith("embed_tokens.weight"):
+            head[name] = body["model.embed_tokens.weight"]
+        elif not own and name.endswith("shared_head.head.weight"):
+            head[name] = body["lm_head.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), body | head)
+    return folder
+
+
+def published(weights: dict[str, mx.array], arch: str) -> dict[str, mx.array]:
+    """A Qwen body's tensors with convolutions as [channels, 1, width] and norms as w − 1; others as they are."""
+    if not arch.startswith("qwen3"):
+        return weights
+    out = {}
     for name, w in weights.items():
         if name.endswith("conv1d.weight"):
-            weights[name] = mx.contiguous(w.moveaxis(2, 1))
+            out[name] = mx.contiguous(w.moveaxis(2, 1))
         elif name.endswith(_SHIFTED) and w.ndim == 1:
-            weights[name] = w - 1.0
-    size, inner = config["hidden_size"], config["intermediate_size"]
-    n, k, d = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    shapes = {
-        "fc.weight": (size, 2 * size), "norm.weight": (size,), "pre_fc_norm_embedding.weight": (size,),
-        "pre_fc_norm_hidden.weight": (size,), "layers.0.input_layernorm.weight": (size,),
-        "layers.0.post_attention_layernorm.weight": (size,), "layers.0.self_attn.q_proj.weight": (2 * n * d, size),
-        "layers.0.self_attn.k_proj.weight": (k * d, size), "layers.0.self_attn.v_proj.weight": (k * d, size),
-        "layers.0.self_attn.o_proj.weight": (size, n * d), "layers.0.self_attn.q_norm.weight": (d,),
-        "layers.0.self_attn.k_norm.weight": (d,), "layers.0.mlp.gate_proj.weight": (inner, size),
-        "layers.0.mlp.up_proj.weight": (inner, size), "layers.0.mlp.down_proj.weight": (size, inner),
-    }  # fmt: skip
-    for (name, shape), key in zip(shapes.items(), mx.random.split(mx.random.key(seed), len(shapes)), strict=True):
-        scale = 0.2 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
-        weights["mtp." + name] = mx.random.normal(shape, key=key) * scale
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    return folder
+            out[name] = w - 1.0
+        elif arch == "qwen3_next" and ".switch_mlp." in name:
+            before, after = name.split("switch_mlp.")
+            out |= {f"{before}experts.{e}.{after}": w[e] for e in range(w.shape[0])}
+        else:
+            out[name] = w
+    return out
+
+
+def config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
-from tests.architectures import ARCHITECTURES, MORE, SUITE, VOCAB
+from tests.architectures import ARCHITECTURES, HEADED, MORE, SUITE, VOCAB
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = VOCAB - 1
@@ -41,7 +41,7 @@ MORE_ARCHS = tuple(MORE)
 
 def config(arch: str, **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model; an override goes to ``text_config`` if the key stands there."""
-    made = json.loads(json.dumps((SUITE | MORE)[arch]))  # a deep copy
+    made = json.loads(json.dumps((SUITE | MORE | HEADED)[arch]))  # a deep copy
     made |= {
         "model_type": arch,
         "architectures": [ARCHITECTURES.get(arch, arch)],

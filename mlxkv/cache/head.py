@@ -8,7 +8,7 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -20,49 +20,137 @@ from .member import Arrays, Member, OwnCache, PositionError
 if TYPE_CHECKING:
     from .inside import Inside
 
-Run = Callable[[mx.array, mx.array, Any], mx.array]
+#: run(tokens [1, n], hidden [1, n, H], key/value cache, number of the draft from 0) -> m [1, n, H]
+Run = Callable[..., mx.array]
+
+#: hidden states that wait for the head while nobody drafts, at most, and rows of one forward of it (DESIGN §4)
+HEAD_BEHIND = 512
+#: steps after which what they left is joined into one array: few arrays are evaluated again and again
+_JOIN = 32
+#: rows that the first draft's own forward makes; of more, all but the last are made without an output
+_TOGETHER = 8
 
 
 class HeadCache(OwnCache):
     """Rows made so far, and the tokens and hidden states [1, n, H] of positions that have no row yet.
 
-    A plain step only shows its hidden state; ``catch_up`` runs the head over all that wait but the last, in one
-    forward.
+    A plain step only shows its hidden state; ``catch_up`` runs the head over all that wait but the last, whose token is
+    not processed yet. Drafting makes that row too, with the root as its token, and then *speculative* rows from the
+    head's own output, which ``drop`` forgets:
+
+        hidden    h0 h1 h2 | .. h[p-1]      rows  0 .. p-2 | p-1    | p, p+1, ..
+        with      t1 t2 t3 | ..  root             true     | true   | speculative
+
+    A forward that verifies drafts shows all of its hidden states; ``commit`` keeps those of tokens that were accepted.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, joint: bool = False) -> None:
+        """``joint``: ``run`` takes several sequences at once, with a cache that has an offset for each."""
+        self.run, self.joint = run, joint
         self.kv = KVCache()
         #: positions seen: the body stands here
         self.seen = 0
-        #: of positions [kv.offset, seen)
+        #: of positions [start, seen); the last one is always held, also when its row is made
         self.tokens: list[mx.array] = []
         self.hidden: list[mx.array] = []
+        self.start = 0
 
     def observe(self, tokens: mx.array, hidden: mx.array) -> None:
         """The body ran over ``tokens`` [1, n] and gave ``hidden`` [1, n, H]."""
+        self.drop()
+        self.show(tokens, hidden)
+
+    def show(self, tokens: mx.array, hidden: mx.array) -> None:
+        """``observe`` where rows of these tokens may have been made already."""
+        waiting = self.seen - self.kv.offset
+        # only what was there before: of these tokens some may be taken back
+        if waiting > 1 and waiting + tokens.shape[1] > HEAD_BEHIND:
+            self.catch_up()
         self.tokens = [*self.tokens, tokens]
         self.hidden = [*self.hidden, hidden]
         self.seen += tokens.shape[1]
+        if len(self.hidden) >= _JOIN:
+            self._join()
+
+    def commit(self, kept: int, width: int) -> None:
+        """Of the last ``width`` tokens shown, the first ``kept`` stay."""
+        if gone := width - kept:
+            self._one()
+            self.tokens, self.hidden = [self.tokens[0][:, :-gone]], [self.hidden[0][:, :-gone]]
+            self.seen -= gone
 
     def catch_up(self) -> None:
-        """Make the rows up to seen − 1; one hidden state is left waiting for its token."""
-        if len(self.hidden) > 1:
-            self.tokens, self.hidden = [mx.concatenate(self.tokens, axis=1)], [mx.concatenate(self.hidden, axis=1)]
-        if self.seen - self.kv.offset < 2:
-            return
-        tokens, hidden = self.tokens[0], self.hidden[0]
-        self.run(tokens[:, 1:], hidden[:, :-1], self.kv)
-        self.tokens, self.hidden = [tokens[:, -1:]], [hidden[:, -1:]]
+        """Make the rows up to seen − 1; one hidden state is left waiting for its token. What comes of them is not
+        computed: of a head of one layer nothing but projections to keys and values."""
+        self.drop()
+        self._join()
+        made, end = self.kv.offset, self.seen - 1
+        while made < end:
+            n = min(end - made, HEAD_BEHIND)
+            at = made - self.start
+            self.run(self.tokens[0][:, at + 1 : at + 1 + n], self.hidden[0][:, at : at + n], self.kv)
+            made += n
+        self._join()
+
+    # drafting
+
+    def can_draft(self, slots: Sequence[int]) -> bool:
+        """Whether there is a hidden state to begin with."""
+        return self.seen > 0
+
+    def first(self, roots: Mapping[int, int]) -> mx.array:
+        """Make all rows that wait, the last of them from ``roots[0]``, the one token that the body has not processed:
+        m [1, 1, H] of it. States inside the last forward can be read no more."""
+        self.drop()
+        if self.seen - self.kv.offset > _TOGETHER:
+            self.catch_up()
+        self._join()
+        # where drafts were made and not verified the last row is there already; its output is not
+        made = min(self.kv.offset, self.seen - 1)
+        self.kv.trim(self.kv.offset - made)
+        at = made - self.start
+        tokens = mx.concatenate([self.tokens[0][:, at + 1 :], mx.array([[roots[0]]], mx.int32)], axis=1)
+        m = self.run(tokens, self.hidden[0][:, at:], self.kv)
+        self._join()
+        return m[:, -1:]
+
+    def following(self, drafts: mx.array, m: mx.array, step: int) -> mx.array:
+        """A speculative row for ``drafts`` [1, 1] and the last ``m`` [1, 1, H]: the next m, of draft ``step``."""
+        return self.run(drafts, m, self.kv, step)
+
+    def drop(self) -> None:
+        """Forget rows of tokens that were not committed."""
+        if self.kv.offset > self.seen:
+            self.kv.trim(self.kv.offset - self.seen)
+
+    # what is held
 
     def hidden_at(self, position: int) -> mx.array | None:
         """The body's hidden state [1, 1, H] at ``position``, while it is still held."""
-        first = self.kv.offset
+        first = self.start
         for hidden in self.hidden:
             if first <= position < first + hidden.shape[1]:
                 return hidden[:, position - first : position - first + 1]
             first += hidden.shape[1]
         return None
+
+    def skip(self, position: int) -> None:
+        """All rows before ``position`` are made. What the body gave there is shown next; of what was before nobody
+        asks."""
+        self.tokens, self.hidden = [], []
+        self.start = self.seen = position
+
+    def _one(self) -> None:
+        """One array of each."""
+        if len(self.hidden) > 1:
+            self.tokens, self.hidden = [mx.concatenate(self.tokens, axis=1)], [mx.concatenate(self.hidden, axis=1)]
+
+    def _join(self) -> None:
+        """One array of each, of what is still needed."""
+        self._one()
+        if (made := min(self.kv.offset, self.seen - 1) - self.start) > 0:
+            self.tokens, self.hidden = [self.tokens[0][:, made:]], [self.hidden[0][:, made:]]
+            self.start += made
 
     def members(self, path: tuple[int, ...]) -> list[Member]:
         return [HeadRows(self, (*path, 0)), HeadHidden(self, (*path, 1))]
@@ -81,6 +169,12 @@ class _HeadMember(Member):
     def rewind(self, n: int) -> None:
         if n:
             raise PositionError(f"Member {self.label} cannot go back without its hidden states.")
+
+    def commit(self, kept: int, width: int, replay: Any) -> None:
+        """Nothing: the hidden states that are kept say which rows there will be."""
+
+    def most_drafts(self) -> int | None:
+        return None
 
 
 class HeadRows(_HeadMember):
@@ -143,12 +237,15 @@ class HeadHidden(_HeadMember):
         return [*self.cache.tokens, *self.cache.hidden]
 
     def hold(self) -> Any:
-        return self.cache.seen, self.cache.tokens, self.cache.hidden
+        return self.cache.seen, self.cache.start, self.cache.tokens, self.cache.hidden
 
     def put_back(self, held: Any) -> None:
-        self.cache.seen, self.cache.tokens, self.cache.hidden = held
+        self.cache.seen, self.cache.start, self.cache.tokens, self.cache.hidden = held
+
+    def commit(self, kept: int, width: int, replay: Any) -> None:
+        self.cache.commit(kept, width)
 
     def resume(self, arrays: Arrays, position: int) -> None:
         # the token of this position is in the row before; only the one that follows is still needed
         self.cache.tokens, self.cache.hidden = [mx.zeros((1, 1), mx.int32)], [arrays["hidden"]]
-        self.cache.seen = position
+        self.cache.seen, self.cache.start = position, position - 1

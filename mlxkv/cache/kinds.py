@@ -80,6 +80,9 @@ class Growing(_Rows):
     def rewindable(self) -> int:
         return self.cache.offset
 
+    def most_drafts(self) -> int | None:
+        return None
+
     def resume(self, arrays: Arrays, position: int) -> None:
         self.cache.keys, self.cache.values, self.cache.offset = arrays["keys"], arrays["values"], position
 
@@ -248,6 +251,11 @@ class Chunked(_Rows):
         # what stays must be what maybe_trim_front would have left there
         start, offset = self.cache.start_position, self.cache.offset
         return offset if start == 0 else max(0, offset - self.cache.chunk_size - start)
+
+    def most_drafts(self) -> int | None:
+        # rows are cut off before a forward only, so that all rows of the last one can go: what stays is what
+        # ``maybe_trim_front`` found there, and more than the next call of it leaves
+        return None
 
     def settle(self) -> None:
         if self.cache.keys is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import mlx.core as mx
 
@@ -21,6 +21,18 @@ class UnknownCache(MlxkvError):
 
 class PositionError(MlxkvError):
     """A member stands at another position than it should: its state must not be stored or used."""
+
+
+class Replay(Protocol):
+    """What recurrent layers kept of the inputs of a forward whose tokens may be taken back."""
+
+    def covers(self, cache: Any) -> bool:
+        """Whether the layer of ``cache`` kept what a replay needs."""
+        ...
+
+    def slots(self, cache: Any, rows: int) -> dict[int, mx.array]:
+        """Slot number -> array, lazily, as ``cache`` had it after the first ``rows`` tokens of the forward."""
+        ...
 
 
 class Member(ABC):
@@ -84,6 +96,18 @@ class Member(ABC):
     @abstractmethod
     def rewind(self, n: int) -> None:
         """Take back the last ``n`` tokens. Raises PositionError beyond ``rewindable()``."""
+
+    def most_drafts(self) -> int | None:
+        """How many of the rows of one forward ``commit`` can take back; None for any number."""
+        return 0
+
+    def expect(self, width: int) -> None:  # noqa: B027 - most kinds need not know before
+        """A forward over ``width`` tokens is built next, of which ``commit`` will say how many are kept."""
+
+    def commit(self, kept: int, width: int, replay: Replay | None = None) -> None:
+        """Keep the first ``kept`` (at least 1) of the ``width`` tokens of the last forward, lazily; ``replay``: what
+        recurrent layers kept of it. Raises PositionError where that is not possible."""
+        self.rewind(width - kept)
 
     def state_at(self, position: int, inside: Inside) -> Arrays:
         """What ``arrays()`` was at a boundary inside the last forward; empty where this member cannot tell, so that the

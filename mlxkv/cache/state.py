@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from .kinds import members_of
-from .member import Member, PositionError, UnknownCache
+from .member import Member, PositionError, Replay, UnknownCache
 
 __all__ = ["Member", "PositionError", "SequenceState", "UnknownCache", "members_of"]
 
@@ -32,6 +32,26 @@ class SequenceState:
     def advance(self, n: int) -> None:
         """A forward over ``n`` tokens was built. Raises PositionError if a member disagrees."""
         self.position += n
+        self._check()
+
+    def expect(self, width: int) -> None:
+        """A forward over ``width`` tokens is built next, of which ``commit`` will say how many are kept."""
+        for member in self.members or ():
+            member.expect(width)
+
+    def commit(self, kept: int, width: int, replay: Replay | None = None) -> None:
+        """Of the last forward over ``width`` tokens keep the first ``kept`` (1 … width), lazily. Raises PositionError
+        where a member cannot, or stands elsewhere afterwards."""
+        if self.members is None and kept < width:
+            raise PositionError("Caches of unknown kinds cannot take tokens back.")
+        if not 1 <= kept <= width:
+            raise PositionError(f"{kept} of {width} tokens cannot be kept.")
+        for member in self.members or ():
+            member.commit(kept, width, replay)
+        self.position -= width - kept
+        self._check()
+
+    def _check(self) -> None:
         for member in self.members or ():
             if member.position is not None and member.position != self.position:
                 raise PositionError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, MlxkvError, RequestError
-from .options import ENGINE, INTERRUPTED, MANY, MODEL, SALT, SAMPLING, SYSTEM, Flags, command, show_error, warn
+from .options import DRAFTS, ENGINE, INTERRUPTED, MANY, MODEL, SALT, SAMPLING, SYSTEM, Flags, command, show_error, warn
 
 if TYPE_CHECKING:
     from ..config import Settings
@@ -30,7 +30,7 @@ HELP = """\
 Ctrl-C stops an answer and keeps what has come."""
 
 
-@command(MODEL, SAMPLING, SYSTEM, ENGINE, MANY, SALT)
+@command(MODEL, SAMPLING, SYSTEM, ENGINE, MANY, DRAFTS, SALT)
 def chat(
     flags: Flags,
     session: Annotated[

@@ -10,16 +10,19 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import NAMES, Settings, config_file, data_dir
 from ..errors import ConfigError, MlxkvError
 from .cache_text import size
 from .options import Flags
+
+if TYPE_CHECKING:
+    from ..models.mtp import Found
 
 NEEDED_MLX = (0, 32, 4)
 NETWORK = {
@@ -221,10 +224,11 @@ def _model(settings: Settings) -> Iterator[Check]:
         yield Check("model", "warn", error.message, error.cure)
         return
     from mlx_lm.models.cache import make_prompt_cache
-    from mlx_lm.utils import hf_repo_to_path, load_model
+    from mlx_lm.utils import hf_repo_to_path
 
     from ..cache.state import UnknownCache, members_of
     from ..models import folder, mtp
+    from ..models.loading import open_network
 
     try:
         if not Path(name).exists():
@@ -237,13 +241,13 @@ def _model(settings: Settings) -> Iterator[Check]:
                 return
         else:
             path = folder.resolve(name)
-        folder.check(path)
+        found, opened = mtp.open_head(path, folder.check(path))
     except MlxkvError as error:
         yield Check("model", "fail", error.message, error.cure)
         return
     weights = sum(file.stat().st_size for file in folder.weight_files(path))
     yield Check("model", "ok", f"{path} ({size(weights)} of weights)")
-    network, config = load_model(path, lazy=True)  # reads headers; no weight is evaluated
+    network, config = open_network(path, found.names)  # reads headers; no weight is evaluated
     caches = make_prompt_cache(network)
     architecture = config.get("model_type", "?")
     try:
@@ -259,16 +263,70 @@ def _model(settings: Settings) -> Iterator[Check]:
         what = f"{settings.store_bits}: rows of {n} layers, where 32 divides their width"
         none = f"{settings.store_bits}, which changes nothing: no layer keeps rows that can be stored quantised"
         yield Check("store bits", "ok" if n else "warn", what if n else none)
-    found = mtp.find(path, config)
-    if found.reason:
-        yield Check("MTP head", "warn", f"found, not used: {found.reason}", "It runs without its head.")
-    else:
-        tensors = len(found.names)
-        yield Check("MTP head", "ok", f"found ({tensors} tensors)" if tensors else "none in this checkpoint")
+    yield _head(found)
+    yield _drafts(settings, network, config, found)
     width = (config.get("text_config") or config).get("linear_key_head_dim")
     if isinstance(width, int) and width % 32:
         slow = f"key heads are {width} wide, no multiple of 32: Metal's gated-delta kernel cannot be used"
         yield Check("recurrent kernel", "warn", slow, "It runs with plain operations, slower.")
+
+
+def _head(found: Found) -> Check:
+    if not found.usable:
+        if not (found.names or found.reason):
+            return Check("MTP head", "ok", "none in this checkpoint")
+        what = "found, not used" if found.names else "none that can be read"
+        return Check("MTP head", "warn", f"{what}: {found.reason}", "It runs without its head.")
+    layers = f"{found.n_layers} layers" if found.n_layers > 1 else "1 layer"
+    drafts = "any number of drafts" if found.most_drafts is None else f"{found.most_drafts} draft in a row"
+    where = ", ".join(file.name for file in found.files)
+    what = f"{found.family}, {layers} ({len(found.names)} tensors in {where}), {drafts}"
+    return Check("MTP head", "ok", f"found: {what}")
+
+
+def _drafts(settings: Settings, network: Any, config: dict[str, Any], found: Found) -> Check:
+    """What would draft with these settings, or why nothing does, and which layers keep it from that."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..cache.rewind import check_drafts, most_drafts
+    from ..cache.ring import with_rings
+    from ..decode.depth import deepest
+    from ..decode.drafting import choose, examine, group_size
+    from ..decode.options import Options
+    from ..models.spans import install
+
+    given = settings.engine_options()
+    wanted = {key: given[key] for key in ("draft", "draft_model", "draft_depth", "ring_spare")}
+    journals, _ = install(network)
+    rewinds, state, journal = examine(
+        network, lambda: with_rings(make_prompt_cache(network), settings.ring_spare), journals
+    )
+    stuck = [member for member in state.members or () if most_drafts(member, journal) == 0]
+    head = None if found.usable else found.reason or "the checkpoint has no multi-token-prediction head"
+    try:
+        name, why = choose(Options(model="", **wanted), head=head, rewinds=rewinds.why_not)
+        if name != "off":
+            check_drafts(state.members or [], settings.draft_depth or 1, journal)
+    except ConfigError as error:
+        return Check("drafts", "fail", error.message + _layers(stuck), error.cure)
+    if name == "off":
+        other = "" if stuck or settings.draft == "off" else "; --draft ngram or --draft-model would"
+        return Check("drafts", "ok", f"none: {why}{other}{_layers(stuck)}")
+    most = deepest(group_size(config), rewinds.most)
+    if name == "mtp" and found.most_drafts is not None:
+        most = min(most, found.most_drafts)
+    who = {"mtp": "by its own head", "ngram": "by look-up in the text", "model": f"by {settings.draft_model}"}[name]
+    many = f"{settings.draft_depth} at a time" if settings.draft_depth else f"1 to {most} at a time, as many as pay"
+    return Check("drafts", "ok", f"{who}, {many}")
+
+
+def _layers(stuck: Sequence[Any]) -> str:
+    """The layers whose state cannot be taken back, by kind."""
+    kinds: dict[str, list[str]] = {}
+    for member in stuck:
+        kinds.setdefault(member.kind, []).append(member.label)
+    named = "; ".join(f"{kind}: {', '.join(labels)}" for kind, labels in kinds.items())
+    return f" (layers that take nothing back: {named})" if named else ""
 
 
 def _selftest() -> Iterator[Check]:

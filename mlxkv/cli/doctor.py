@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import ENGINE, MODEL, AsJson, Flags, command, paint
+from .options import DRAFTS, ENGINE, MODEL, AsJson, Flags, command, paint
 
 
-@command(MODEL, ENGINE)
+@command(MODEL, ENGINE, DRAFTS)
 def doctor(
     flags: Flags,
     selftest: Annotated[bool, typer.Option("--selftest", help="Also store and restore a tiny model's state.")] = False,

@@ -134,6 +134,36 @@ MANY = _group(
         ),
     },
 )
+DRAFTS = _group(
+    "Drafts",
+    {
+        "draft": (
+            str | None,
+            ("--draft",),
+            "What proposes tokens that are then checked several at a time, the text staying the same: mtp (the model's "
+            "own head), model (--draft-model), ngram (earlier text), off, or auto (default).",
+            {"metavar": "WHAT"},
+        ),
+        "draft_model": (
+            str | None,
+            ("--draft-model",),
+            "Smaller model with the same tokenizer that proposes tokens: a folder or a Hugging Face id.",
+            {"metavar": "MODEL"},
+        ),
+        "draft_depth": (
+            str | None,
+            ("--draft-depth",),
+            "Tokens proposed at a time, 1 to 8 (default: auto, as many as pay).",
+            {"metavar": "N"},
+        ),
+        "ring_spare": (
+            str | None,
+            ("--ring-spare",),
+            "Rows that sliding windows keep beside themselves for proposed tokens (default 8).",
+            {"metavar": "ROWS"},
+        ),
+    },
+)
 SAMPLING = _group(
     "Sampling",
     {

@@ -12,6 +12,7 @@ import typer
 from ..errors import ConfigError, RequestError
 from .options import (
     DEFAULT_MAX_TOKENS,
+    DRAFTS,
     ENGINE,
     INTERRUPTED,
     MANY,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ..config import Settings
 
 
-@command(MODEL, SAMPLING, SYSTEM, ENGINE, MANY, SALT)
+@command(MODEL, SAMPLING, SYSTEM, ENGINE, MANY, DRAFTS, SALT)
 def run(
     flags: Flags,
     prompt: Question = None,

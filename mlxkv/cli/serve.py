@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import ConfigError, DeviceError
-from .options import ADDRESS, ENGINE, INTERRUPTED, MANY, MODEL, SALT, SAMPLING, Flags, command, warn
+from .options import ADDRESS, DRAFTS, ENGINE, INTERRUPTED, MANY, MODEL, SALT, SAMPLING, Flags, command, warn
 
 if TYPE_CHECKING:
     from ..config import Settings
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GRACE = 3
 
 
-@command(MODEL, ADDRESS, SAMPLING, ENGINE, MANY, SALT)
+@command(MODEL, ADDRESS, SAMPLING, ENGINE, MANY, DRAFTS, SALT)
 def serve(flags: Flags) -> None:
     """Serve a model over HTTP, as OpenAI's API does. The sampling options, and the salt, are what a request gets that
     names none."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 
-from ..cache.batch import Batch
+from ..cache.batch import Batch, BatchError
+from ..cache.batch.head import BatchHead
 from ..cache.recorder import Followed, Recorder
 from .pool import Pool, keep
 from .step import Steps
@@ -16,10 +18,10 @@ from .tracking import LANES, Track
 
 class Batched:
     """``batch`` has the rows' states. A row owns at most one slot of the pool at a time; without a free one a rung goes
-    by, which is a miss later."""
+    by, which is a miss later. ``drafts``: of one verify step at most."""
 
-    def __init__(self, batch: Batch, steps: Steps, pool: Pool) -> None:
-        self.batch, self._steps, self._pool = batch, steps, pool
+    def __init__(self, batch: Batch, steps: Steps, pool: Pool, drafts: int = 0) -> None:
+        self.batch, self._steps, self._pool, self._drafts = batch, steps, pool, drafts
         #: slot -> (pool slot, position) of a state that was captured, or is by the step in flight
         self._places = batch.tracked()
         self._captures: dict[int, tuple[int, int]] = {}
@@ -28,19 +30,52 @@ class Batched:
     def slots(self) -> int:
         return self.batch.slots
 
+    @property
+    def heads(self) -> BatchHead | None:
+        """The prediction head's caches of its rows, where the model has a head."""
+        return next(iter(self.batch.heads), None)
+
     def _owner(self, slot: int) -> tuple[int, int]:
         return id(self), slot
 
+    def widest(self) -> int:
+        return 1 + self._drafts
+
+    def make_room(self, width: int) -> int:
+        """A batch is made longer between steps only."""
+        room = self.batch.capacity - max((self.position(slot) for slot in self.batch.rows), default=0)
+        return max(1, min(width, room))
+
     def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
+        with self._capturing(rungs) as track:
+            return self._steps.run(self.batch, inputs, track, self._pool)
+
+    def verify(self, inputs: mx.array) -> mx.array:
+        """Raises BatchError, with the rows as they were, where one has too few columns left."""
+        return self._steps.verify(self.batch, inputs, self._pool)
+
+    def commit(self, kept: Sequence[int], wanted: Mapping[int, int]) -> None:
+        """Row r keeps the first kept[r] tokens of the verify step, the unprocessed one counted; 0 for a free slot.
+        ``wanted``: slot -> position, in or at the end of what is kept, whose recurrent state is to be captured as far
+        as there is room for it. Nothing is evaluated. Raises BatchError for other numbers; nothing has changed then."""
+        before = self.batch.check_kept(list(kept)).before
+        for slot, position in wanted.items():
+            if not before[slot] < position <= before[slot] + kept[slot]:
+                raise BatchError(f"Row {slot} does not pass {position} with {kept[slot]} tokens from {before[slot]}.")
+        with self._capturing(wanted) as track:
+            self._steps.commit(self.batch, list(kept), track, self._pool)
+
+    @contextmanager
+    def _capturing(self, wanted: Mapping[int, int]) -> Iterator[Track | None]:
+        """Around what writes into the pool: slots for the rows (slot -> position) as far as there are any."""
         now: dict[int, tuple[int, int]] = {}
-        for slot, position in rungs.items():
+        for slot, position in wanted.items():
             if slot not in self._captures and len(now) < LANES:
                 into = self._pool.take(self._owner(slot))
                 if into is not None:
                     now[slot] = into, position
-        track = Track.of(self.slots, self._pool.dummy, now) if now else None
         try:
-            logits = self._steps.run(self.batch, inputs, track, self._pool)
+            yield Track.of(self.slots, self._pool.dummy, now) if now else None
         except BaseException:
             for slot in now:
                 self._pool.free_all(self._owner(slot))
@@ -48,7 +83,6 @@ class Batched:
         for slot, (into, _) in now.items():
             self._pool.capture(into, self._owner(slot))
         self._captures |= now
-        return logits
 
     def hold(self) -> Any:
         return self.batch.hold(), list(self._pool.arrays), dict(self._captures)

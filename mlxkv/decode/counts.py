@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Seen:
+    """``ids`` int32 [distinct], each once, and their ``counts`` float32, in the same order; not to be written to."""
+
+    ids: np.ndarray
+    counts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 class Counts:
@@ -50,10 +64,24 @@ class Counts:
                 self._ids[at], self._counts[at] = moved, self._counts[last]
                 self._place[moved] = at
 
-    def ids(self) -> np.ndarray:
-        """int32 [distinct], each id once; the next token may change it."""
-        return self._ids[: len(self)]
-
-    def counts(self) -> np.ndarray:
-        """float32 [distinct], in the order of ``ids``; the next token may change it."""
-        return self._counts[: len(self)]
+    def seen(self, more: Sequence[int] = ()) -> Seen:
+        """What it would have after ``more`` tokens, which are not added; the next ``add`` may change it. Costs what
+        the distinct ids do, however many tokens they stand for."""
+        n = len(self)
+        ids, counts = self._ids[:n], self._counts[:n]
+        if not more:
+            return Seen(ids, counts)
+        over = 0 if self._window is None else max(0, len(self._order) + len(more) - self._window)
+        change: dict[int, int] = {}
+        for token in more:
+            change[token] = change.get(token, 0) + 1
+        for token in islice(chain(self._order, more), over):
+            change[token] = change.get(token, 0) - 1
+        new = [t for t, by in change.items() if by > 0 and t not in self._place]
+        counts = np.concatenate([counts, np.array([change[t] for t in new], np.float32)])
+        ids = np.concatenate([ids, np.array(new, np.int32)])
+        for token, by in change.items():
+            if (at := self._place.get(token)) is not None:
+                counts[at] += by
+        left = counts > 0
+        return Seen(ids, counts) if left.all() else Seen(ids[left], counts[left])

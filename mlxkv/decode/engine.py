@@ -87,9 +87,14 @@ class Engine:
     the model can do without, or auto (on a GPU only 512 tokens or more after the last cut). max_gap_ms: milliseconds
     that two tokens of an answer should at most be apart while other prompts are read, whose chunks shrink for it;
     None: 250 on a GPU, 500 on a CPU. max_rows: requests that run at the same time. compile: whether decoding steps
-    are compiled: on, off, or auto (where that was measured faster). async_kv_limit: bytes of live state up to which a
-    step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in RAM;
-    None: 1/16 of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB.
+    are compiled: on, off, or auto (where that was measured faster). draft: what proposes tokens that one forward then
+    checks, several at a time: mtp (the model's own head), model (a smaller one), ngram (what followed the same words
+    before), off, or auto: draft_model if one is named, else the head, if the state of every layer can be taken back.
+    Text is what it would be without. draft_model: a folder or a Hugging Face id of a model with the same tokenizer.
+    draft_depth: tokens proposed at a time, 1 to 8; None: as many as pay, measured while it runs. ring_spare: rows that
+    sliding windows keep beside themselves for tokens that are checked: as many can be proposed. async_kv_limit: bytes
+    of live state up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in
+    RAM; None: 1/16 of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB.
     legacy_dirs: cache folders of oMLX's that are read, at most 20 s a request, where the store itself knows nothing
     further; only those that an import was given --assume-same-weights for.
     memory_limit: bytes that weights, live caches and records in RAM may take together: where a request's caches need
@@ -117,6 +122,10 @@ class Engine:
         max_gap_ms: float | None = None,
         max_rows: int = 16,
         compile: Literal["auto", "on", "off"] = "auto",
+        draft: Literal["auto", "mtp", "ngram", "model", "off"] = "auto",
+        draft_model: str | Path | None = None,
+        draft_depth: int | None = None,
+        ring_spare: int = 8,
         async_kv_limit: int = 0,
         wired: int | None = None,
         allow_unprotected: bool = False,
@@ -141,6 +150,10 @@ class Engine:
             max_gap_ms=max_gap_ms,
             max_rows=max_rows,
             compile=compile,
+            draft=draft,
+            draft_model=draft_model,
+            draft_depth=draft_depth,
+            ring_spare=ring_spare,
             async_kv_limit=async_kv_limit,
             wired=wired,
             allow_unprotected=allow_unprotected,
@@ -201,15 +214,20 @@ class Engine:
 
     def warm_up(self) -> None:
         """Have short requests of no meaning answered together, of which nothing is looked up or stored: the first real
-        ones find kernels built, the model asked whether its rows can share a batch, and chunks and steps timed. Other
-        shapes are met, and traced where steps are compiled, when a request is admitted. Raises EngineError."""
-        plan = warm_up()
+        ones find kernels built, the model asked whether its rows can share a batch, and chunks, steps and, where there
+        are drafts, cycles timed. Other shapes are met, and traced where steps are compiled, when a request is admitted.
+        Raises EngineError."""
+        plan = warm_up(self._options.draft_depth or self.info.drafts if self.info.drafter else 0)
         rows = plan.requests(self._options.max_rows, WARM_TOKENS, 3, 1)
-        for tokens in (WARM_TOKENS, plan.prompt):  # a chunk, and then a mixed run
-            sampling = SamplingParams(max_tokens=plan.steps)
-            asked = [Request(tokens=[0] * tokens, sampling=sampling, use_cache=False) for _ in range(rows)]
-            for ticket in [self.submit(request) for request in asked]:
-                ticket.result()
+        self.inspect(lambda loop: loop.rehearse(True))
+        try:
+            for tokens in (WARM_TOKENS, plan.prompt):  # a chunk, and then a mixed run
+                sampling = SamplingParams(max_tokens=plan.steps * plan.width)
+                asked = [Request(tokens=[0] * tokens, sampling=sampling, use_cache=False) for _ in range(rows)]
+                for ticket in [self.submit(request) for request in asked]:
+                    ticket.result()
+        finally:
+            self.inspect(lambda loop: loop.rehearse(False))
 
     def health(self) -> Health:
         with self._wake:
@@ -300,7 +318,13 @@ class Engine:
             with self._wake:
                 self._status = loop.status()
 
-        loop.changed = publish
+        def look() -> None:
+            with self._wake:
+                loop.tickets.extend(self._queue)
+                self._queue.clear()
+                self._status = replace(self._status, queued=len(loop.tickets))
+
+        loop.changed, loop.look = publish, look
         while True:
             with self._wake:
                 if loop.idle:
@@ -311,9 +335,7 @@ class Engine:
                         loop.rest()
                 if self._closing:
                     break
-                loop.tickets.extend(self._queue)
-                self._queue.clear()
-                self._status = replace(self._status, queued=len(loop.tickets))
+                look()
                 questions, self._asked = list(self._asked), deque()
             while questions:
                 questions.pop(0).ask(loop)

@@ -21,6 +21,7 @@ from .reservation import OPEN_END, reserve
 from .runtime import Runtime
 from .sequence import Sequence
 from .solo import Allotment, Solo
+from .speculation import Speculation
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Generation:
         try:
             state, lookup, plan, allotment = self.resume(sequence.store)
             sequence.begin(state, lookup, plan)
-            reason = self._prefill(state) or self._decode(Solo(self.rt.model, state, allotment.need))
+            reason = self._prefill(state) or self._decode(self._solo(state, allotment))
         except BaseException:
             sequence.drop()
             raise
@@ -79,9 +80,9 @@ class Generation:
         """The state that ``store`` has of the prompt, or a fresh one."""
         sequence, rt = self.sequence, self.rt
         tokens = sequence.prompt.tokens
-        allotment = Allotment(
-            rt, sequence, reserve(len(tokens) + min(sequence.limit, OPEN_END), max_len=rt.context_length)
-        )
+        answer = min(sequence.limit, OPEN_END)
+        rows = reserve(len(tokens) + answer, lookahead=rt.lookahead, max_len=rt.context_length)
+        allotment = Allotment(rt, sequence, rows)
         fresh = allotment.fresh
         if store is None:
             return fresh(), Lookup(0, "none", "off", 0), Plan(), allotment
@@ -104,8 +105,13 @@ class Generation:
             prefill.chunk(self.rt.chunk)
         return None
 
+    def _solo(self, state: SequenceState, allotment: Allotment) -> Solo:
+        return Solo(self.rt.model, state, allotment.need, self.rt.drafting, self.rt.context_length)
+
     def _decode(self, executor: Solo) -> FinishReason:
-        group = Group(executor, self.rt.async_kv_limit)
+        drafting = self.rt.drafting
+        speculation = None if drafting is None else Speculation(drafting.drafter, drafting.depth())
+        group = Group(executor, self.rt.async_kv_limit, speculation=speculation)
         group.add(0, Row(self.sequence, executor.state.position))
         while True:
             for end in group.step():

@@ -9,14 +9,14 @@ import json
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from ..errors import DeadEnd, EngineError, RequestError
-from .constraint import Constraint, pack
+from .constraint import Constraint, allows, pack
 from .grammar_text import written
 from .request import Grammar
 from .text import plain
@@ -25,6 +25,8 @@ log = logging.getLogger("mlxkv.grammar")
 
 #: compiled grammars that are remembered
 KEPT = 16
+#: masks of the latest places of an answer that a way back need not compute again; no speculation goes further
+REMEMBERED = 9
 #: bytes of stack for a compiler that calls itself once for each rule of a chain, some 8 KB each: the longest text that
 #: is taken has less than 7,000
 STACK = 256 << 20
@@ -134,14 +136,12 @@ class GrammarConstraint:
     """A grammar at some place in an answer. End tokens are not llguidance's business: they are allowed exactly where it
     accepts, and one that was chosen ends everything."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, tokens: tuple[int, ...] = ()) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
-        self._tokens = list(tokens)
+        self._length = 0
+        self._ended = False  # by an end token
         self._mask: np.ndarray | None = None
-
-    @property
-    def _ended(self) -> bool:
-        return bool(self._tokens) and _has(self._vocabulary.eos, self._tokens[-1])
+        self._past: deque[np.ndarray] = deque(maxlen=REMEMBERED)  # masks before the latest tokens
 
     @property
     def accepting(self) -> bool:
@@ -171,29 +171,29 @@ class GrammarConstraint:
 
     def advance(self, token: int) -> None:
         allowed = self._possible()
-        if not (0 <= token < 32 * len(allowed) and _has(allowed, token)):
+        if not allows(allowed, token):
             raise DeadEnd(f"Token {token} does not follow what the grammar has so far.")
-        if not _has(self._vocabulary.eos, token) and not self._matcher.consume_token(token):
+        ended = allows(self._vocabulary.eos, token)
+        if not ended and not self._matcher.consume_token(token):
             raise DeadEnd(f"The grammar cannot go on: {_brief(self._matcher)}")
-        self._tokens.append(token)
+        self._length, self._ended = self._length + 1, ended
+        self._past.append(allowed)
         self._mask = None
 
     def fork(self) -> GrammarConstraint:
-        other = GrammarConstraint(self._matcher.deep_copy(), self._vocabulary, tuple(self._tokens))
-        other._mask = self._mask
+        other = GrammarConstraint(self._matcher.deep_copy(), self._vocabulary)
+        other._length, other._ended = self._length, self._ended
+        other._mask, other._past = self._mask, self._past.copy()
         return other
 
     def rollback(self, n: int) -> None:
-        if not 0 <= n <= len(self._tokens):
-            raise ValueError(f"{n} tokens cannot be taken back: there are {len(self._tokens)}")
+        if not 0 <= n <= self._length:
+            raise ValueError(f"{n} tokens cannot be taken back: there are {self._length}")
         if n == 0:
             return
-        text = n - self._ended  # the matcher has not seen an end token
-        del self._tokens[len(self._tokens) - n :]
-        self._mask = None
+        text = n - self._ended  # the matcher has not seen an end token, and nothing follows one
+        self._length, self._ended, self._mask = self._length - n, False, None
+        for _ in range(n):
+            self._mask = self._past.pop() if self._past else None
         if text and not self._matcher.rollback(text):
             raise DeadEnd(f"The grammar cannot go back: {_brief(self._matcher)}")
-
-
-def _has(mask: np.ndarray, token: int) -> bool:
-    return bool(mask[token >> 5] >> np.uint32(token & 31) & np.uint32(1))

@@ -20,21 +20,27 @@ from ..cache.state import SequenceState
 from ..errors import EngineClosed, EngineError, MlxkvError
 from .batched import Batched
 from .group import Group
+from .handoff import Event, Handoff, Picture, State
 from .memory import TOKEN_BYTES, Memory, give_back
 from .options import Options
-from .pace import Ladder, Pace
+from .pace import Ladder
 from .pool import Pool
 from .prefill import Prefill
+from .reading import Reading
 from .reservation import OPEN_END, reserve
 from .runtime import Runtime
-from .scheduler import Admission, Rounds, Turns, max_gap, next_chunk
+from .scheduler import Admission, Rounds, max_gap
 from .seats import Seats
 from .sequence import Sequence
 from .solo import Allotment
+from .speculation import Counts
 from .status import Status
 from .ticket import Ticket
 
 log = logging.getLogger("mlxkv.engine")
+
+#: times that a stream which could make a step looks for newcomers first; then the others wait for a plain one
+LOOKS = 4
 
 
 class Loop:
@@ -42,16 +48,18 @@ class Loop:
 
     def __init__(self, rt: Runtime, options: Options, failed: Callable[[BaseException], EngineError]) -> None:
         self.rt, self._failed = rt, failed
-        self._gap = max_gap(options.max_gap_ms, rt.device)
         self._max_rows = options.max_rows
-        self._ladder, self._pace = Ladder.up_to(rt.chunk), Pace()
-        self._admission, self._turns, self._rounds = Admission(), Turns(), Rounds()
+        self._admission, self._rounds = Admission(), Rounds()
+        #: how a stream that speculates lets others in
+        self.handoff = Handoff()
         self.tickets: deque[Ticket] = deque()
         #: prompts that wait for room, in the order in which they came
         self.waiting: list[Sequence] = []
         self.restoring: dict[Sequence, Restoring] = {}
-        self.prefills: dict[Sequence, Prefill] = {}
         self.seats = Seats(rt, options.max_rows, options.compile)
+        #: whether newcomers have their first chunks before anybody's next step, instead of a turn each
+        self._lets_in = self.seats.speculation is not None
+        self._reading = Reading(Ladder.up_to(rt.chunk), max_gap(options.max_gap_ms, rt.device), self._lets_in)
         #: rows of the caches of those who do not decode yet
         self._allotments: dict[Sequence, Allotment] = {}
         self._steps, self._step_s = 0, 0.0
@@ -59,8 +67,15 @@ class Loop:
         self._admitted = False
         #: told when somebody was admitted, within a turn
         self.changed: Callable[[], None] = lambda: None
+        #: puts what was queued meanwhile into ``tickets``
+        self.look: Callable[[], None] = lambda: None
 
     # what others see
+
+    @property
+    def prefills(self) -> dict[Sequence, Prefill]:
+        """Prompts that are read."""
+        return self._reading.prefills
 
     @property
     def groups(self) -> list[Group]:
@@ -93,6 +108,7 @@ class Loop:
         shapes = [
             (g.executor.slots, g.executor.batch.capacity if isinstance(g.executor, Batched) else 0) for g in self.groups
         ]
+        drafts = self.seats.speculation.counts if self.seats.speculation is not None else Counts()
         return Status(
             running=self.seats.rows,
             prefilling=len(self.prefills),
@@ -108,16 +124,28 @@ class Loop:
             traces=self.seats.steps.traces,
             memory=memory.ledger(),
             turns=self.seats.obstacle,
+            handoff=self.handoff.state.value,
+            handoffs=self.handoff.changes(),
+            cycles=drafts.cycles,
+            drafted=drafts.proposed,
+            accepted=drafts.accepted,
+            depth=self.seats.speculation.last if self.seats.speculation is not None else 0,
         )
 
     def allotted(self, sequence: Sequence) -> int:
         """Rows that the caches of a sequence have, or will have, which does not decode yet."""
         return self._allotments[sequence].rows if sequence in self._allotments else 0
 
+    def rehearse(self, on: bool) -> None:
+        """What is asked from now on, or no longer, is only there to be timed."""
+        if self.seats.speculation is not None:
+            self.seats.speculation.depth.rehearse(on)
+
     def check_integrity(self) -> None:
         """Raises where books contradict each other, or somebody holds what nobody needs."""
         self.pool.check_integrity()
-        self.rt.memory.check_integrity([*self.waiting, *self.sequences, *self.groups, self.pool])
+        drafts = [] if self.seats.speculation is None else self.seats.speculation.owners(self.sequences)
+        self.rt.memory.check_integrity([*self.waiting, *self.sequences, *self.groups, self.pool, *drafts])
 
     # a turn
 
@@ -128,6 +156,7 @@ class Loop:
         self._admit()
         self.changed()
         self._restore()
+        self._see()
         groups = self.groups
         step = self._rounds.next(groups) if groups else None
         if step is None or step.first:
@@ -139,6 +168,7 @@ class Loop:
             self._step(step.group)  # type: ignore[arg-type]
         if self.prefills:
             self._greet()
+        self._see()
         self.rt.memory.measure()
         if not (self.prefills or self.groups):
             self._wait()
@@ -150,8 +180,7 @@ class Loop:
         all their caches."""
         if not self.groups:
             self._rounds = Rounds()
-        if not self.prefills:
-            self._turns = Turns()
+        self._reading.forget()
         if not self.waiting:
             self._admission = Admission()
 
@@ -170,6 +199,7 @@ class Loop:
 
     def close(self) -> None:
         """Everybody leaves: who was admitted as cancelled, the others with an error."""
+        self.handoff.on(Event.SHUT_DOWN)
 
         def closed() -> EngineClosed:  # each its own: whoever raises it adds to its traceback
             return EngineClosed("The engine was closed before this request was answered.")
@@ -183,6 +213,7 @@ class Loop:
             self._cancel(sequence)
         if self.active:  # what could not be taken out in order
             self.reset(closed())
+        self._see()
         self.seats.tidy()  # no turn comes that would
 
     def give_up(self, error: BaseException) -> None:
@@ -194,6 +225,7 @@ class Loop:
 
     def reset(self, error: BaseException) -> None:
         """Nothing that is here can be trusted: all that were taken in have failed. Who was not is still answered."""
+        self.handoff.on(Event.FAILED)
         lost = [*self.waiting, *self.restoring, *self.prefills, *self.seats.clear()]
         self._tell_ended()
         for sequence in lost:
@@ -205,12 +237,66 @@ class Loop:
                 sequence.fail(error)
         for books in (self.waiting, self.restoring, self.prefills, self._allotments):
             books.clear()
+        self._see()
         self._forget()
+
+    # the handoff
+
+    @property
+    def _streams(self) -> list[Group]:
+        """Groups whose next step may be a cycle."""
+        return [group for group in self.groups if group.rows and group.speculates]
+
+    @property
+    def _knocking(self) -> int:
+        """Requests that nobody has looked at, as far as there are places for them."""
+        return min(len(self.tickets), max(0, self._max_rows - self.active - len(self.waiting)))
+
+    def _see(self) -> None:
+        """Tell the handoff what there is."""
+        through, new = len(self._reading.through), len(self._reading.new)
+        self.handoff.see(
+            Picture(
+                streams=len(self._streams),
+                rows=self.seats.rows,
+                newcomers=self._knocking + new,
+                reading=len(self.prefills) - through - new,
+                through=through,
+            )
+        )
+
+    def _let_in(self) -> None:
+        """Before a step: whoever was queued up to now has its first chunk, if it can have one. Those who come faster
+        than that wait for one step, which is no cycle."""
+        for _ in range(LOOKS):
+            self.look()
+            if not (self._knocking or self._reading.new):
+                break
+            self._receive()
+            self._leave()
+            self._admit()
+            self.changed()
+            self._restore()
+            self._see()
+            self._seat()
+            self._chunks(self._reading.besides())
+        else:
+            self.look()
+        self._see()
+
+    def _drain(self) -> None:
+        """Nothing of the streams is in flight, if somebody waits for that."""
+        if self.handoff.state is State.DRAINING:
+            for group in self._streams:
+                with self._changing():
+                    self.seats.drain(group)
+            self._see()
 
     # requests
 
     def _receive(self) -> None:
-        """Build prompts: one a turn while others decode, whose tokens would wait for it."""
+        """Build prompts: one a turn while others decode, whose tokens would wait for it; where something drafts, of all
+        for whom there are places: the next step waits for their first chunks."""
         while self.tickets:
             ticket = self.tickets.popleft()
             if ticket.cancelled:
@@ -224,7 +310,7 @@ class Loop:
                 ticket.fail(self._its_own(e))
                 continue
             self.waiting.append(sequence)
-            if self.groups:
+            if self.groups and not (self._lets_in and self._knocking):
                 break
 
     def _refuse_what_never_fits(self, sequence: Sequence) -> None:
@@ -242,6 +328,7 @@ class Loop:
             self._cancel(sequence)
 
     def _cancel(self, sequence: Sequence) -> None:
+        self.handoff.on(Event.CANCELLED)
         try:
             if sequence in self.restoring:
                 self.restoring.pop(sequence).cancel()
@@ -274,7 +361,8 @@ class Loop:
         """Rows of the caches that its prompt is read into: with the answer's where it will decode on them."""
         n = len(sequence.prompt.tokens)
         answer = min(sequence.limit, OPEN_END) if alone else 0
-        return reserve(n + answer, max_len=self.rt.context_length)
+        ahead = self.rt.lookahead if alone else 0
+        return reserve(n + answer, lookahead=ahead, max_len=self.rt.context_length)
 
     @property
     def _stays_alone(self) -> bool:
@@ -329,26 +417,32 @@ class Loop:
     # work
 
     def _read(self) -> None:
-        """A chunk of one prompt; those that are read, or restored to their end, begin to decode."""
-        for sequence in [s for s, p in self.prefills.items() if p.remaining == 0]:
+        """A chunk of one prompt, and where something drafts of all that have had none; those that are read, or restored
+        to their end, begin to decode."""
+        self._seat()
+        if self.prefills:
+            self._chunks(self._reading.next())
+
+    def _seat(self) -> None:
+        self._drain()
+        for sequence in self._reading.through:
             self._place(sequence)
-        if not self.prefills:
-            return
-        key: Any = self._turns.next({s: p.remaining for s, p in self.prefills.items()})
-        prefill = self.prefills[key]
-        position = prefill.state.position
-        shapes = [(g.executor.slots, max(g.positions().values(), default=0)) for g in self.groups if g.rows]
-        most = next_chunk(self._ladder, self._pace, self._gap, position, prefilling=len(self.prefills), groups=shapes)
-        started = time.monotonic()
-        try:
-            tokens = prefill.chunk(most)
-        except Exception as e:
-            self._lost(e, self._told(e), [key])
-            return
-        self.seats.steps.interrupt()  # what comes next has waited for the chunk: it is no measure of a step
-        self._pace.chunk_took(tokens, position, time.monotonic() - started)
-        if prefill.remaining == 0:
-            self._place(key)
+
+    def _chunks(self, chosen: list[Sequence]) -> None:
+        """A chunk of each. Then those whose prompt was read begin to decode: nobody's first chunk waits for that."""
+        for i, sequence in enumerate(chosen):
+            if sequence not in self.prefills:  # lost with another
+                continue
+            shapes = [(g.executor.slots, max(g.positions().values(), default=0)) for g in self.groups if g.rows]
+            try:
+                self._reading.chunk(sequence, shapes, len(chosen) - i)
+            except Exception as e:
+                self._lost(e, self._told(e), [sequence])
+            else:
+                self.seats.interrupt()
+        for sequence in chosen:
+            if sequence in self.prefills and not self.prefills[sequence].remaining:
+                self._place(sequence)
 
     def _place(self, sequence: Sequence) -> None:
         if sequence not in self.prefills:  # lost with another
@@ -356,10 +450,18 @@ class Loop:
         if sequence.cancelled():  # within this turn: no step is made for it
             self._cancel(sequence)
             return
+        self._see()
+        self._drain()
+        if self.handoff.state is State.DRAINING:
+            self.handoff.on(Event.DRAINED)
+        if sequence not in self.prefills:  # lost with what was drained
+            return
         prefill = self.prefills.pop(sequence)
         self._admitted = True
         with self._changing(sequence):
             self.seats.place(sequence, prefill.state, self._allotments.pop(sequence))
+        if self.handoff.state is State.HANDOFF:
+            self.handoff.on(Event.JOINED)
 
     def _regroup(self) -> None:
         with self._changing():
@@ -367,14 +469,22 @@ class Loop:
             self._admitted = False
 
     def _step(self, group: Group) -> None:
-        started = time.monotonic()
+        self._see()
+        if self._lets_in:
+            self._let_in()
+            if group not in self.groups:
+                return
+        started, made = time.monotonic(), group.forwards
         with self._changing(), self.pool.step():
-            self.seats.step(group)
+            self.seats.step(group, self.handoff.may_cycle)
         seconds = time.monotonic() - started
         self._steps += 1
         self._step_s += seconds
-        if group.rows:
-            self._pace.step_took(group.executor.slots, max(group.positions().values()), seconds)
+        # what was in flight may only have been read, and who left took columns along
+        says = bool(group.rows) and group.forwards > made
+        self._reading.stepped(
+            group.executor.slots, max(group.positions().values(), default=0), seconds if says else 0.0
+        )
 
     def _greet(self) -> None:
         """First tokens are read at once: they would wait for the next chunk of another's prompt. By a step, so that the
@@ -402,6 +512,8 @@ class Loop:
         for end in self.seats.ended():
             try:
                 self._release(end.sequence)
+                if end.error is not None or end.reason == "cancelled":
+                    self.handoff.on(Event.FAILED if end.error is not None else Event.CANCELLED)
                 if end.error is not None:
                     end.sequence.fail(self._its_own(end.error))
                 else:
@@ -421,6 +533,7 @@ class Loop:
         the command that caused it: nobody's state can be trusted then."""
         if self.rt.device != "cpu" and isinstance(e, RuntimeError):
             sequences, groups = [*sequences, *self.restoring, *self.prefills], self.groups
+        self.handoff.on(Event.FAILED)
         for sequence in list(sequences):
             self._fail(sequence, error)
         for group in list(groups):

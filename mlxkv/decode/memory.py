@@ -29,11 +29,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..cache.head import HEAD_BEHIND
 from ..cache.layout import Layout, MemberSpec
 from ..cache.ram import Ram
+from ..cache.ring import spare_bytes
 from ..errors import ConfigError, RequestTooLarge
 from .pressure import NORMAL, admits, ram_allowed, read_level
-from .reservation import GRANULE, HEAD_BEHIND, chunked_peak, ring_peak
+from .reservation import GRANULE, chunked_peak, ring_peak
 
 log = logging.getLogger("mlxkv.engine")
 
@@ -96,6 +98,12 @@ def live_bytes(layout: Layout, rows: int, chunk: int = 1) -> int:
     return sum(member_bytes(m, rows, chunk) for m in layout.members)
 
 
+def cycle_bytes(layout: Layout, spare: int) -> int:
+    """Bytes that a sequence, or a slot of a batch, takes besides where drafts are verified: rings' ``spare`` rows, and
+    the recurrent state before a forward, until it is known what of that is kept."""
+    return spare_bytes(layout, spare) + sum(member_bytes(m, 1) for m in layout.members if m.kind == "recurrent")
+
+
 def give_back() -> None:
     """Give host memory that was freed back to the system: an allocator keeps what lies between what is still used. For
     an idle moment; does nothing where the C library has no such call."""
@@ -133,13 +141,17 @@ class Memory:
         live: Layout | None,
         ram: Ram | None = None,
         *,
+        spare: int | None = None,
         device: Callable[[], tuple[int, int]] = measured_on_device,
         pressure: Callable[[], int] = read_level,
     ) -> None:
         """``limit``: bytes for all that is counted; ``weights``: bytes of the model; ``live``: the layout of its caches
-        as they run, however they are stored, None where it is unknown; ``ram``: the tier that gives way. ``device`` and
-        ``pressure`` are what ``measure`` reads."""
+        as they run, however they are stored, None where it is unknown; ``ram``: the tier that gives way. ``spare``:
+        rows that rings have for drafts, None where nothing is drafted. ``device`` and ``pressure`` are what ``measure``
+        reads."""
         self.limit, self.live, self.ram = limit, live, ram
+        #: of each sequence, and each slot of a batch
+        self.cycle_bytes = cycle_bytes(live, spare) if live is not None and spare is not None else 0
         self._device, self._pressure = device, pressure
         self._held: dict[tuple[str, Hashable], int] = {}
         self._sums: dict[str, int] = dict.fromkeys(ENTRIES, 0)
@@ -293,12 +305,14 @@ class Memory:
     # what is needed
 
     def sequence_bytes(self, rows: int, chunk: int = 1) -> int:
-        """Bytes of the caches of one sequence with room for ``rows`` rows, read in chunks of ``chunk``."""
-        return live_bytes(self.live, rows, chunk) if self.live is not None and rows else 0
+        """Bytes of the caches of one sequence with room for ``rows`` rows, read in chunks of ``chunk``; with what
+        verifying drafts takes besides."""
+        return live_bytes(self.live, rows, chunk) + self.cycle_bytes if self.live is not None and rows else 0
 
     def batch_bytes(self, slots: int, capacity: int) -> int:
-        """Bytes of a batch of ``slots`` slots with room for ``capacity`` rows each, the heads of its rows too."""
-        return sum(self._batch_members((slots, capacity)))
+        """Bytes of a batch of ``slots`` slots with room for ``capacity`` rows each, the heads of its rows too; with
+        what verifying drafts takes besides."""
+        return sum(self._batch_members((slots, capacity))) + slots * self.cycle_bytes
 
     def join_peak(self, before: Shape | None, after: Shape, rows: int) -> int:
         """Bytes at the peak of a join, in which a sequence with room for ``rows`` rows is copied into a batch that

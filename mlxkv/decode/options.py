@@ -10,6 +10,11 @@ from typing import Literal
 from ..cache.tensors import check_store_bits
 from ..errors import ConfigError
 
+#: what may draft
+DRAFTS = ("auto", "mtp", "ngram", "model", "off")
+#: drafts of a cycle at most
+MOST_DRAFTS = 8
+
 
 @dataclass(frozen=True)
 class Options:
@@ -27,6 +32,10 @@ class Options:
     max_gap_ms: float | None = None
     max_rows: int = 16
     compile: Literal["auto", "on", "off"] = "auto"
+    draft: Literal["auto", "mtp", "ngram", "model", "off"] = "auto"
+    draft_model: str | Path | None = None
+    draft_depth: int | None = None
+    ring_spare: int = 8
     async_kv_limit: int = 0
     wired: int | None = None
     allow_unprotected: bool = False
@@ -54,13 +63,28 @@ class Options:
             raise ConfigError(f"The number of rows is {self.max_rows}.", "It must be from 1 to 256.")
         if self.compile not in ("auto", "on", "off"):
             raise ConfigError(f"The setting of compile is {self.compile!r}.", "It must be auto, on or off.")
+        self._check_drafts()
+
+    def _check_drafts(self) -> None:
+        if self.draft not in DRAFTS:
+            raise ConfigError(f"The setting of draft is {self.draft!r}.", f"It must be {', '.join(DRAFTS)}.")
+        if self.draft == "model" and self.draft_model is None:
+            raise ConfigError("A draft model is to be used, and none was named.", "Name one with --draft-model.")
+        if self.draft_depth is not None and not 1 <= self.draft_depth <= MOST_DRAFTS:
+            raise ConfigError(
+                f"The depth of drafts is {self.draft_depth}.",
+                f"It must be from 1 to {MOST_DRAFTS} tokens; without it the depth adapts, and --draft off is for none.",
+            )
+        if not 1 <= self.ring_spare <= 256:
+            raise ConfigError(f"The spare room of rings is {self.ring_spare}.", "It must be from 1 to 256 rows.")
 
 
 @dataclass(frozen=True)
 class EngineInfo:
     """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``disk_off`` why nothing
     is kept on disk, though in RAM, None if it is; ``reads_disk``: what is on disk is served. ``layout`` names the state
-    kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens."""
+    kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens.
+    ``drafter``: what drafts, None where nothing does (``drafts_off`` says why); ``drafts``: at most so many a cycle."""
 
     name: str
     path: Path
@@ -76,3 +100,6 @@ class EngineInfo:
     disk_off: str | None = None
     reads_disk: bool = True
     notes: tuple[str, ...] = ()
+    drafter: str | None = None
+    drafts: int = 0
+    drafts_off: str | None = None

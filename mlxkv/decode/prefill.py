@@ -21,6 +21,8 @@ class Prefill:
         self._roles = sequence.roles
         self._edges = sorted({*self._roles, sequence.end})
         self._ids = mx.array(sequence.prompt.tokens, mx.int32)
+        #: chunks that were read
+        self.chunks = 0
 
     @property
     def remaining(self) -> int:
@@ -42,6 +44,7 @@ class Prefill:
         if seq.recorder is not None:
             seq.recorder.commit()
         mx.clear_cache()
+        self.chunks += 1
         seq.prefill_s += time.monotonic() - started
         seq.ticket.put(Progress(state.position, len(seq.prompt.tokens)))
         return state.position - before

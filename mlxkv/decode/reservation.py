@@ -21,8 +21,6 @@ BLOCK = 16
 FIRST_RUNG = 256
 #: rows by which mlx-lm's rings and chunked caches grow
 STEP = 256
-#: hidden states that wait for a multi-token-prediction head, at most (DESIGN §4, The head's rows)
-HEAD_BEHIND = 512
 
 #: rows that a drafter may write past what is scheduled, as (times k, and so many more). Drafts of a look-up or of extra
 #: heads are in what is scheduled already; a block drafter also fills the place of the last sampled token.

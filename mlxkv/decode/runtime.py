@@ -16,7 +16,6 @@ from .. import numerics
 numerics.prepare()  # before mlx is imported
 
 import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from ..cache.head import HeadCache  # noqa: E402
@@ -26,17 +25,20 @@ from ..cache.layout import Layout, probe  # noqa: E402
 from ..cache.legacy.omlx_keys import our_names  # noqa: E402
 from ..cache.legacy.tier import LegacyTier  # noqa: E402
 from ..cache.policy import LADDER, Policy  # noqa: E402
+from ..cache.ring import with_rings  # noqa: E402
 from ..cache.store import PrefixStore  # noqa: E402
 from ..cache.unwritten import UnwrittenStore, open_store  # noqa: E402
 from ..errors import ConfigError, MlxkvError  # noqa: E402
 from ..models import load  # noqa: E402
 from ..models.mtp import WithHead  # noqa: E402
 from ..models.spans import Spans, install  # noqa: E402
+from .drafting import Drafting, prepare  # noqa: E402
 from .grammar import Grammars  # noqa: E402
 from .memory import Memory, physical, recommended, weigh  # noqa: E402
 from .options import EngineInfo, Options  # noqa: E402
 from .prompt import build  # noqa: E402
 from .request import Request  # noqa: E402
+from .reservation import lookahead  # noqa: E402
 from .segments import Split  # noqa: E402
 
 log = logging.getLogger("mlxkv.engine")
@@ -69,8 +71,15 @@ class Runtime:
     #: where forwards are split; announces those that are not
     split: Split = field(default_factory=Split)
     spans: Spans = field(default_factory=Spans)
+    #: None where nothing drafts
+    drafting: Drafting | None = None
     ladder: int = LADDER
     barrier: Callable[[], None] = mx.synchronize
+
+    @property
+    def lookahead(self) -> int:
+        """Rows that a cycle may need past those of what a request can have."""
+        return 0 if self.drafting is None else lookahead(self.drafting.drafter.name, self.drafting.most)
 
 
 def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
@@ -83,12 +92,25 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     warming.start()
 
     model: Any = loaded.model
-    # a head's rows are worth making only where they are kept: nothing drafts with it yet
-    headed = WithHead(loaded.model, loaded.head) if loaded.head is not None and options.cache_dir is not None else None
+    drafts = options.draft != "off"
+    # a head's rows are worth making only where they are kept, or used
+    headed = None
+    if loaded.head is not None and (options.cache_dir is not None or options.draft in ("auto", "mtp")):
+        headed = WithHead(loaded.model, loaded.head)
 
-    def make_cache() -> list[Any]:
-        caches = make_prompt_cache(loaded.model)
-        return caches if headed is None else [*caches, HeadCache(headed.runner())]
+    def make_cache(spare: int = options.ring_spare if drafts else 0) -> list[Any]:
+        caches = with_rings(make_prompt_cache(loaded.model), spare)
+        return caches if headed is None else [*caches, HeadCache(headed.runner(), joint=headed.head.n_layers == 1)]
+
+    spans = Spans()
+    if drafts or options.split != "always":
+        spans, done = install(loaded.model)
+        log.debug("layers that run by sub-spans, or write a journal: %s", ", ".join(done) or "none")
+    drafting, drafts_off = prepare(options, loaded, headed, make_cache, spans)
+    if drafting is None:
+        make_cache = partial(make_cache, 0)
+        if options.cache_dir is None:
+            headed = None
 
     layout: Layout | None = None
     live: Layout | None = None
@@ -100,9 +122,13 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     except MlxkvError as e:  # unknown cache class, unstable shapes: the model runs, nothing is kept
         off = e.message
         headed = None
-    weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []))
-    memory = Memory(options.memory_limit or recommended(), weights, live)
+    more = drafting.models if drafting is not None else []
+    weights = weigh(loaded.model, *([loaded.head] if loaded.head is not None else []), *more)
+    spare = options.ring_spare if drafting is not None else None
+    memory = Memory(options.memory_limit or recommended(), weights, live, spare=spare)
     memory.check_limit()
+    if drafting is not None:
+        drafting.charge_to(memory)
     notes = list(loaded.notes)
     if layout is not None and options.cache_dir is not None and options.store_bits is not None:
         layout = layout.packed(options.store_bits)
@@ -136,9 +162,9 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         store.legacy = LegacyTier(options.legacy_dirs, our_names(loaded.name, loaded.path))
     if store is not None:
         memory.share(store.ram)
-    split, shared = Split(), Spans()
+    split = Split()
     if layout is not None:
-        split, shared = _split(options.split, now.device, loaded.model, headed or model, make_cache, layout)
+        split = _split(options.split, now.device, headed or model, make_cache, layout, spans)
     warming.join()
     load_s = time.monotonic() - started
     info = EngineInfo(
@@ -156,6 +182,9 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         reads_disk=store is not None and (not isinstance(store, UnwrittenStore) or store.reads),
         cache_dir=options.cache_dir,
         notes=tuple(notes),
+        drafter=drafting.drafter.name if drafting is not None else None,
+        drafts=drafting.most if drafting is not None else 0,
+        drafts_off=drafts_off,
     )
     runtime = Runtime(
         model=headed or model,
@@ -174,7 +203,8 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         device=now.device,
         grammars=Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
         split=split,
-        spans=shared,
+        spans=spans,
+        drafting=drafting,
         ladder=-(-LADDER // options.block_size) * options.block_size,
     )
     return runtime, info
@@ -188,18 +218,16 @@ def _first_prompt(tokenizer: Any, eos: set[int]) -> None:
 
 
 def _split(
-    setting: str, device: str, network: nn.Module, model: Any, make_cache: Callable[[], list[Any]], layout: Layout
-) -> tuple[Split, Spans]:
-    """Where this model's forwards are split, after its layers were given their form without a split."""
+    setting: str, device: str, model: Any, make_cache: Callable[[], list[Any]], layout: Layout, spans: Spans
+) -> Split:
+    """Where this model's forwards are split, whose layers have their form without a split."""
     split = Split.by(setting, device, layout)
     if not split.near or layout.growing_only:
-        return Split(), Spans()
-    shared, done = install(network)
-    log.debug("layers that run by sub-spans: %s", ", ".join(done) or "none")
-    if reason := obstacle(model, make_cache, layout, shared.inside):
+        return Split()
+    if reason := obstacle(model, make_cache, layout, spans.inside):
         log.info("every boundary splits the forward: %s", reason)
-        return Split(), shared
-    return split, shared
+        return Split()
+    return split
 
 
 def ram_budget(wanted: int | None, layout: Layout, context: int | None, block: int) -> int:

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from ..errors import RequestError
-from .constraint import Constraint, apply
-from .counts import Counts
+from .constraint import Constraint, Scout, apply
+from .counts import Counts, Seen
+from .filters import min_p, top_k, top_p
 from .request import SamplingParams, TokenLogprob
 
 _MASK = 2**64 - 1
+#: what a random key is for: a token, a draft of it, whether the draft is taken
+TOKEN, DRAFT, ACCEPT = range(3)
 #: stands for a log-probability of minus infinity, which JSON cannot say; OpenAI's number
 UNLIKELY = -9999.0
 
@@ -38,6 +40,17 @@ def _mix(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
+@dataclass(frozen=True)
+class Place:
+    """What the token of an index depends on besides the logits: which tokens came before it, as far as penalties look
+    back; which may come, packed. None: of no interest to this sampler."""
+
+    index: int
+    recent: Seen | None = None
+    generated: Seen | None = None
+    allowed: np.ndarray | None = None
+
+
 class Sampler:
     """Samples one sequence. ``prompt`` are the prompt's ids; repetition penalties look back into them. ``constraint``
     belongs to this sampler from now on.
@@ -46,19 +59,30 @@ class Sampler:
     """
 
     def __init__(
-        self, params: SamplingParams, prompt: list[int], vocab_size: int, constraint: Constraint | None = None
+        self,
+        params: SamplingParams,
+        prompt: list[int],
+        vocab_size: int,
+        constraint: Constraint | None = None,
+        own_seed: int | None = None,
     ) -> None:
-        """Raises RequestError if logit_bias names an id outside the vocabulary, DeadEnd if the constraint allows no
-        first token."""
+        """``own_seed``: used where the request has no seed (a random one unless given). Raises RequestError if
+        logit_bias names an id outside the vocabulary, DeadEnd if the constraint allows no first token."""
         self.params = params
+        self.vocab_size = vocab_size
         for token in params.logit_bias:
             if token >= vocab_size:
                 raise RequestError(
                     f"logit_bias names token {token}.", f"This model has {vocab_size} tokens.", param="logit_bias"
                 )
-        self._seed = (secrets.randbits(64) if params.seed is None else params.seed) & _MASK
+        #: the text follows from a seed of the user's
+        self.seeded = params.seed is not None
+        seed = params.seed if params.seed is not None else own_seed
+        seed = (secrets.randbits(64) if seed is None else seed) & _MASK
+        self._seeds = (seed, _mix(~seed, DRAFT), _mix(~seed, ACCEPT))
         self._top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-        self._likeliest = params.temperature == 0 or params.top_p == 0
+        #: takes the likeliest token, of whatever the processors leave
+        self.likeliest = params.temperature == 0 or params.top_p == 0
         self._index = 0
         self._bias: tuple[mx.array, mx.array] | None = None
         if params.logit_bias:
@@ -67,24 +91,26 @@ class Sampler:
         self._recent = None if params.repetition_penalty == 1.0 else Counts(prompt, params.repetition_context)
         # OpenAI's two penalties count what was generated, not the prompt
         self._generated = Counts([]) if params.presence_penalty or params.frequency_penalty else None
-        self._constraint = constraint
-        self._allowed: np.ndarray | None = constraint.mask() if constraint is not None else None
+        self._scout = Scout(constraint) if constraint is not None else None
+        #: what it makes of logits does not depend on earlier tokens
+        self.stateless = all(x is None for x in (self._recent, self._generated, constraint))
         #: takes nothing but the likeliest token of the model's own logits
-        self.plain = self._likeliest and all(x is None for x in (self._bias, self._recent, self._generated, constraint))
+        self.plain = self.likeliest and self.stateless and self._bias is None
 
     @property
     def done(self) -> bool:
         """The constraint has all it asked for and nothing may follow: the answer ends here, by "stop"."""
-        return self._constraint is not None and self._constraint.done
+        return self._scout is not None and self._scout.done
 
     def __call__(self, logits: mx.array) -> mx.array:
         """The next token's id, int32 [1], lazy; ``logits``: [1, vocabulary]. Changes nothing: the same step may be
         sampled again."""
         if self.plain:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
-        logits = self._processed(logits.astype(mx.float32))
-        token = mx.argmax(logits, axis=-1) if self._likeliest else self._draw(logits)
-        return token.astype(mx.int32)
+        logits = self.processed(logits.astype(mx.float32), self.place)
+        if self.likeliest:
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        return draw(self.weights(logits), self.keys(self._index)[0])
 
     def advance(self, token: int) -> None:
         """``token`` was sampled and the sequence goes on; to be called once for each, before the next is sampled.
@@ -94,43 +120,88 @@ class Sampler:
             self._recent.add(token)
         if self._generated is not None:
             self._generated.add(token)
-        if self._constraint is not None:
-            self._constraint.advance(token)
-            self._allowed = self._constraint.mask()
+        if self._scout is not None:
+            self._scout.advance(token)
 
-    def _processed(self, logits: mx.array) -> mx.array:
+    @property
+    def place(self) -> Place:
+        """Of the next token; good until the next ``advance``."""
+        return self._place([], None if self._scout is None else self._scout.mask)
+
+    def after(self, drafts: list[int]) -> Place | None:
+        """Of the token after ``drafts``, if these were the next ones; None where none may follow them: they are not
+        allowed, or end what the constraint asks for, or lead nowhere. Leaves this sampler where it is. A ``stateless``
+        one does not look at them. Good until the next ``advance``."""
+        allowed = None
+        if self._scout is not None and (allowed := self._scout.look(drafts)) is None:
+            return None
+        return self._place(drafts, allowed)
+
+    def _place(self, drafts: list[int], allowed: np.ndarray | None) -> Place:
+        return Place(
+            self._index + len(drafts),
+            None if self._recent is None else self._recent.seen(drafts),
+            None if self._generated is None else self._generated.seen(drafts),
+            allowed,
+        )
+
+    def keys(self, index: int, n: int = 1, purpose: int = TOKEN) -> mx.array:
+        """The random keys of ``n`` tokens from ``index`` on, uint32 [n, 2]; those of different purposes are
+        independent."""
+        numbers = [_mix(self._seeds[purpose], i) for i in range(index, index + n)]
+        return mx.array([[x >> 32, x & 0xFFFFFFFF] for x in numbers], mx.uint32)
+
+    def chances(self, index: int, n: int) -> mx.array:
+        """Uniform numbers in [0, 1), one for the draft of each of ``n`` tokens from ``index`` on; float32 [n]."""
+        numbers = [_mix(self._seeds[ACCEPT], i) for i in range(index, index + n)]
+        return mx.array([(x >> 40) * 2.0**-24 for x in numbers], mx.float32)
+
+    def processed(self, logits: mx.array, place: Place) -> mx.array:
+        """``logits`` [n, vocabulary], float32, after bias, penalties and grammar as at ``place``."""
         p = self.params
         if self._bias is not None:
             ids, values = self._bias
             logits = logits.at[:, ids].add(values)
-        if self._recent:
-            ids = self._recent.ids()
+        if place.recent:
+            ids = place.recent.ids
             if len(ids) > FEW:
                 seen = mx.array(_spread(ids, np.ones(len(ids), np.bool_), logits.shape[-1]))
                 logits = mx.where(seen, _repeated(logits, p.repetition_penalty), logits)
             else:
                 places = mx.array(ids)
                 logits[:, places] = _repeated(logits[:, places], p.repetition_penalty)
-        if self._generated:
-            ids = self._generated.ids()
-            paid = self._generated.counts() * np.float32(p.frequency_penalty) + np.float32(p.presence_penalty)
+        if place.generated:
+            ids = place.generated.ids
+            paid = place.generated.counts * np.float32(p.frequency_penalty) + np.float32(p.presence_penalty)
             if len(ids) > FEW:
                 logits = logits - mx.array(_spread(ids, paid, logits.shape[-1]))
             else:
                 logits = logits.at[:, mx.array(ids)].subtract(mx.array(paid))
-        return logits if self._allowed is None else apply(logits, self._allowed)
+        return logits if place.allowed is None else apply(logits, place.allowed)
 
-    def _draw(self, logits: mx.array) -> mx.array:
+    def weights(self, logits: mx.array) -> mx.array:
+        """[n, vocabulary] of processed ``logits``: unnormalised log-probabilities after filters and temperature, -inf
+        for what was filtered out."""
         p = self.params
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if p.top_p < 1:
-            logprobs = apply_top_p(logprobs, p.top_p)
+            logits = top_p(logits, p.top_p)
         if p.min_p:
-            logprobs = apply_min_p(logprobs, p.min_p)
+            logits = min_p(logits, p.min_p)
         if self._top_k:
-            logprobs = apply_top_k(logprobs, self._top_k)
-        key = mx.random.key(_mix(self._seed, self._index))
-        return mx.random.categorical(logprobs * (1.0 / p.temperature), key=key)
+            logits = top_k(logits, self._top_k)
+        return logits * (1.0 / p.temperature)
+
+
+def draw(weights: mx.array, key: mx.array) -> mx.array:
+    """A token of ``weights`` [1, vocabulary] (Sampler.weights), int32 [1].
+
+    The Gumbel-max trick: each token's weight and a random number of its own, which depends on the key alone, and the
+    largest sum wins. So one key mostly draws the same token from two distributions that are alike (Maddison et al.
+    2014); MLX's ``categorical`` inverts the cumulative sum of a single row, where it hardly ever does.
+    """
+    noise = mx.random.gumbel(weights.shape, key=key)
+    # one in 2**32 is -inf, which would be no better than a token that may not come
+    return mx.argmax(weights + mx.maximum(noise, -100.0), axis=-1).astype(mx.int32)
 
 
 def _repeated(logits: mx.array, penalty: float) -> mx.array:
@@ -171,7 +242,7 @@ class Sampled:
         out: list[tuple[int, TokenLogprob | None]] = []
         for row, token in enumerate(self.tokens.tolist()):  # type: ignore[arg-type]
             report = self.reports.get(row)
-            out.append((token, None if report is None else _told(token, report)))
+            out.append((token, None if report is None else told(token, report)))
         return out
 
 
@@ -193,14 +264,14 @@ def sample(samplers: Sequence[Sampler | None], logits: mx.array) -> Sampled:
                 rows.append(sampler(logits[i : i + 1]))
         tokens = rows[0] if len(rows) == 1 else mx.concatenate(rows)
     reports = {
-        i: _report(logits[i : i + 1], tokens[i : i + 1], sampler.params.top_logprobs)
+        i: report(logits[i : i + 1], tokens[i : i + 1], sampler.params.top_logprobs)
         for i, sampler in enumerate(samplers)
         if sampler is not None and sampler.params.logprobs
     }
     return Sampled(tokens, reports)
 
 
-def _report(logits: mx.array, token: mx.array, n: int) -> Report:
+def report(logits: mx.array, token: mx.array, n: int) -> Report:
     """``logits``: [1, vocabulary], as the model gave them; ``token``: [1]."""
     row = logits[0].astype(mx.float32)
     total = mx.logsumexp(row, axis=-1, keepdims=True)
@@ -212,7 +283,7 @@ def _report(logits: mx.array, token: mx.array, n: int) -> Report:
     return Report(row[token] - total, top)
 
 
-def _told(token: int, report: Report) -> TokenLogprob:
+def told(token: int, report: Report) -> TokenLogprob:
     def finite(value: float) -> float:
         return value if math.isfinite(value) else UNLIKELY
 

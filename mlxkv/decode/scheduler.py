@@ -33,17 +33,27 @@ def max_gap(wanted_ms: float | None, device: str) -> float:
 
 
 def next_chunk(
-    ladder: Ladder, pace: Pace, gap: float, position: int, *, prefilling: int, groups: Sequence[tuple[int, int]]
+    ladder: Ladder,
+    pace: Pace,
+    gap: float,
+    position: int,
+    *,
+    prefilling: int,
+    groups: Sequence[tuple[int, int]],
+    among: int = 1,
+    spent: float = 0.0,
 ) -> int:
     """Tokens, a rung, that may be read next of a prompt at ``position``; nearer boundaries cut it shorter.
 
     gap: seconds. prefilling: prompts that are being read, this one counted. groups: (slots, columns) of those that make
     a step before the next chunk. Alone, a prompt is read in the largest chunks. Beside others it is the largest for
-    which chunk and steps are expected to take ``PART`` of the gap; where nothing was measured yet, the smallest."""
+    which chunk and steps are expected to take ``PART`` of the gap; where nothing was measured yet, the smallest.
+    among: chunks that are read before the next step, this one counted, of which each has an equal share; spent: seconds
+    that those before it took."""
     if not groups and prefilling <= 1:
         return ladder.largest
     steps = sum(pace.step(slots, columns) for slots, columns in groups)
-    allowed = max(PART * gap - steps, SHARE * steps)
+    allowed = max(PART * gap - steps - spent, SHARE * steps) / among
     best = ladder.smallest
     for rung in ladder.rungs:
         seconds = pace.chunk(rung, position)
@@ -79,6 +89,11 @@ class Turns:
         self._last[shortest] = self._turn
         self._begun.add(shortest)
         return shortest
+
+    def besides(self, key: Hashable) -> None:
+        """A prompt of those that ``next`` was last told of has a chunk in this turn too."""
+        self._last[key] = self._turn
+        self._begun.add(key)
 
 
 class Admission:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ..cache.batch import Batch, BatchError, obstacle
+from ..cache.batch import Batch, BatchError, obstacle, obstacle_of_drafts
 from ..cache.state import SequenceState
 from . import grouping
 from .batched import Batched
@@ -20,6 +20,7 @@ from .reservation import OPEN_END, ladder, reserve
 from .runtime import Runtime
 from .sequence import Sequence
 from .solo import Allotment, MemoryFull, Solo, fits
+from .speculation import Speculation
 from .step import Compile, Steps
 from .tracking import LANES
 
@@ -35,8 +36,11 @@ class Seats:
     def __init__(self, rt: Runtime, max_rows: int, compile: Compile) -> None:
         self._rt = rt
         self.groups: list[Group] = []
-        self.steps = Steps(rt.model, compile=compile)
+        journals = rt.drafting.journals if rt.drafting is not None else None
+        self.steps = Steps(rt.model, compile=compile, journals=journals)
         self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None and rt.store is not None else Pool([], 0)
+        #: None where nothing drafts
+        self.speculation = None if rt.drafting is None else Speculation(rt.drafting.drafter, rt.drafting.depth())
         self._grouping = Grouping(max_rows)
         self._alone: dict[Sequence, Allotment] = {}
         self._ended: list[Ended] = []
@@ -46,6 +50,8 @@ class Seats:
         #: why rows take turns instead of sharing a batch
         self.obstacle: str | None = None if rt.live is not None else "its state has no known layout"
         self._asked = False
+        #: drafts of a cycle of several rows at most; 0 where such a forward is not what single steps are
+        self._drafts = rt.drafting.most if rt.drafting is not None else 0
         #: for so many calls no change of groups is tried: there was no room for the last one
         self._patience = 0
 
@@ -84,6 +90,11 @@ class Seats:
             self.obstacle = obstacle(rt.model, rt.make_cache, rt.live)
             if self.obstacle:
                 log.info("requests take turns: %s", self.obstacle)
+            elif rt.drafting is not None:
+                why = obstacle_of_drafts(rt.model, rt.make_cache, rt.live, rt.drafting.journals, self._drafts)
+                if why:
+                    log.info("nothing is drafted for several requests at once: %s", why)
+                    self._drafts = 0
         return self.obstacle is None
 
     # coming and going
@@ -115,22 +126,53 @@ class Seats:
         self._seat_alone(row, state, allotment)
 
     def _seat_alone(self, row: Row, state: SequenceState, allotment: Allotment) -> None:
-        group = Group(Solo(self._rt.model, state, allotment.need), self._rt.async_kv_limit, self._ended)
+        run = Solo(self._rt.model, state, allotment.need, self._rt.drafting, self._rt.context_length)
+        group = Group(run, self._rt.async_kv_limit, self._ended, self.speculation)
         self.touched.append(group)
         self._alone[row.sequence] = allotment
         group.add(0, row)
         self.groups.append(group)
 
-    def step(self, group: Group) -> None:
-        """One step of a group. If it raises, the group's rows have failed: call ``discard``."""
+    def drain(self, group: Group) -> None:
+        """Say what is verified, and leave nothing of a group in flight. Fails as ``step`` does."""
+        self.touched = [group]
+        self._give_back(end.sequence for end in group.drain())
+
+    def step(self, group: Group, cycle: bool = True) -> None:
+        """One step of a group, a ``cycle`` where that is allowed and it speculates. If it raises, the group's rows have
+        failed: call ``discard``."""
         self.touched = [group]
         if isinstance(group.executor, Batched):
             capacity = group.executor.batch.capacity
             if max(group.positions().values()) >= capacity:
                 self._settle(group)
                 self._lengthen(group, capacity + 1)
+            elif cycle and self._drafts:
+                self._look_ahead(group)
         if group.rows:
-            group.step()
+            group.step(cycle)
+
+    def interrupt(self) -> None:
+        """What comes next has waited for something else: it is no measure of a step."""
+        self.steps.interrupt()
+        if self.speculation is not None:
+            self.speculation.interrupt()
+
+    def _look_ahead(self, group: Group) -> None:
+        """Room for the drafts of a cycle too, where answers go on past the columns there are. Without it cycles are
+        narrow, and it is asked for again when a token needs it."""
+        run = group.executor
+        assert isinstance(run, Batched)
+        rows = {slot: self._rows_for(row.sequence, run.position(slot)) for slot, row in group.rows.items()}
+        need = max(min(run.position(slot) + 1 + self._drafts, n) for slot, n in rows.items())
+        if need <= run.batch.capacity or self._capacity(need) <= run.batch.capacity:
+            return
+        self._settle(group)
+        try:
+            if group.rows:
+                self._resize(group, run.slots, need)
+        except MemoryFull as e:
+            log.debug("no room for drafts: %s", e)
 
     def _lengthen(self, group: Group, need: int) -> None:
         """Room for ``need`` rows; where there is none, those who need them have failed, and the others go on."""
@@ -154,6 +196,7 @@ class Seats:
         lost = [row.sequence for row in group.rows.values()]
         for slot in list(group.rows):
             group.leave(slot)
+        self._forget(lost)
         if isinstance(group.executor, Batched):  # what its step left in the pool cannot be trusted, and all share it
             for other in self.groups:
                 if isinstance(other.executor, Batched):
@@ -165,6 +208,7 @@ class Seats:
     def clear(self) -> list[Sequence]:
         """Nobody decodes any more, and nothing of what was there is looked at again; who that was."""
         lost = list(self.sequences())
+        self._forget(lost)
         for group in self.groups:
             self._rt.memory.release(group)
         self._rt.memory.release(self.pool)
@@ -184,6 +228,12 @@ class Seats:
                 if slot in group.rows:  # it has not come to its end just now
                     group.end(slot, Ended(sequence, "cancelled"))
                 return
+
+    def _forget(self, sequences: Iterable[Sequence]) -> None:
+        """Nothing is drafted for them any more."""
+        if self.speculation is not None:
+            for sequence in sequences:
+                self.speculation.forget(sequence)
 
     def _give_back(self, sequences: Iterable[Sequence]) -> None:
         """Their solo caches are no longer needed."""
@@ -312,10 +362,10 @@ class Seats:
             fits(rt.memory, self.pool, self.pool.full_nbytes, capacity)
             rt.memory.charge("snapshots", self.pool, self.pool.full_nbytes)
         with self._paying(group, None, (slots, capacity)):
-            batch = Batch(rt.make_cache, rt.live, slots, capacity)
+            batch = Batch(rt.make_cache, rt.live, slots, capacity, spare=self._drafts)
             batch.join(0, solo.state)
             mx.eval(batch.live())
-        group.executor = batched = Batched(batch, self.steps, self.pool)
+        group.executor = batched = Batched(batch, self.steps, self.pool, self._drafts)
         group.renumber({0: 0})
         self._give_back([row.sequence])
         return batched
@@ -355,8 +405,10 @@ class Seats:
             memory.release(group, "joins")
 
     def _rows_for(self, sequence: Sequence, position: int) -> int:
-        """Rows that a sequence is given room for: all that it can have, or for some time where that is far."""
-        return min(sequence.full_length, position + OPEN_END)
+        """Rows that a sequence is given room for, drafts too: all that it can have, or for some time where that is
+        far."""
+        rows, context = min(sequence.full_length, position + OPEN_END) + self._rt.lookahead, self._rt.context_length
+        return rows if context is None else min(rows, context)
 
     def capacity_for(self, sequence: Sequence) -> int:
         """Rows of a slot that has room for ``sequence``, once its prompt was read."""

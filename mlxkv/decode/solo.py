@@ -7,9 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.head import HeadCache
 from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
 from ..errors import EngineError
+from ..models.journal import Journal
+from .drafting import Drafting
 from .memory import Memory
 from .runtime import Runtime
 from .sequence import Sequence
@@ -51,13 +54,14 @@ class Allotment:
         self._rt.memory.move(self._sequence, self._name, "caches")
         self._name = "caches"
 
-    def need(self, rows: int) -> None:
-        """Its caches are about to have ``rows`` rows. Raises MemoryFull."""
+    def need(self, rows: int) -> int:
+        """Its caches are about to have ``rows`` rows; how many they are to have room for. Raises MemoryFull."""
         memory = self._rt.memory
         while rows > self.rows:
             more = memory.sequence_bytes(self.rows + self._step) - memory.sequence_bytes(self.rows)
             fits(memory, self._sequence, more, rows)
             self.hold(self.rows + self._step)
+        return self.rows
 
     def give_back(self) -> None:
         self.rows = 0
@@ -78,21 +82,87 @@ def fits(memory: Memory, owner: Hashable, need: int, rows: int) -> None:
         )
 
 
+class At:
+    """The state at one position inside a verified run (``cache.inside.Inside``)."""
+
+    def __init__(self, journal: Journal, start: int, position: int) -> None:
+        self.positions = (position,)
+        self._journal, self._rows = journal, position - start
+
+    def slots(self, cache: Any, position: int) -> dict[int, mx.array]:
+        return self._journal.slots(cache, self._rows) if position in self.positions else {}
+
+
 class Solo:
-    """``room`` is told how many rows the caches need before they grow. Who stands at a rung keeps the state: nothing
-    is captured while a step runs."""
+    """``room`` is told how many rows the caches need before they grow, says to how many they grow, and raises
+    MemoryFull. Who stands at a rung keeps the state; of a rung inside a run of accepted tokens, the journal of its
+    forward tells it.
+
+    ``drafting``: of an engine that drafts; ``max_len``: rows that the caches may come to, None for any."""
 
     slots = 1
     batch = None
 
-    def __init__(self, model: Any, state: SequenceState, room: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        state: SequenceState,
+        room: Callable[[int], int],
+        drafting: Drafting | None = None,
+        max_len: int | None = None,
+    ) -> None:
         self._model, self.state, self._room = model, state, room
+        #: rows that it has, as far as was asked
+        self._rows = 0
+        self._drafting, self._max_len = drafting, max_len
+        self._journal: Journal | None = None
+        self._inside: At | None = None
 
     def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
-        self._room(self.state.position + 1)
+        self._need(self.state.position + 1)
         logits = self._model(inputs[None], cache=self.state.caches)
         self.state.advance(1)
         return logits[:, -1, :]
+
+    @property
+    def heads(self) -> HeadCache | None:
+        return next((c for c in self.state.caches if isinstance(c, HeadCache)), None)
+
+    def widest(self) -> int:
+        width = 1 + (self._drafting.most if self._drafting is not None else 0)
+        if self._max_len is not None:
+            width = min(width, self._max_len - self.state.position)
+        return max(1, width)
+
+    def make_room(self, width: int) -> int:
+        try:
+            self._need(self.state.position + width)
+        except MemoryFull:
+            return min(width, max(1, self._rows - self.state.position))
+        return width
+
+    def _need(self, rows: int) -> None:
+        if rows > self._rows:
+            self._rows = self._room(rows)
+            self.state.reserve(self._rows)  # in a forward of several tokens they would grow to another length
+
+    def verify(self, inputs: mx.array) -> mx.array:
+        assert self._drafting is not None and self._inside is None
+        width = inputs.shape[1]
+        self._need(self.state.position + width)
+        self.state.expect(width)
+        with self._drafting.journals.recording(width) as self._journal:
+            logits = self._model(inputs, cache=self.state.caches)
+        self.state.advance(width)
+        return logits
+
+    def commit(self, kept: list[int], wanted: Mapping[int, int]) -> None:
+        journal, self._journal = self._journal, None
+        assert journal is not None
+        start = self.state.position - journal.width
+        self.state.commit(kept[0], journal.width, journal)
+        if start < wanted.get(0, 0) < self.state.position:
+            self._inside = At(journal, start, wanted[0])
 
     def hold(self) -> Any:
         return self.state.hold()
@@ -110,10 +180,11 @@ class Solo:
         return self.state.position
 
     def due(self, slot: int, rung: bool) -> bool:
-        return rung
+        return rung or self._inside is not None
 
     def store(self, slot: int, recorder: Recorder, rung: bool) -> None:
-        recorder.flush()
+        inside, self._inside = self._inside, None
+        recorder.flush(inside, {p: "ladder" for p in inside.positions} if inside is not None else None)
         if rung:
             recorder.boundary(role="ladder")
 

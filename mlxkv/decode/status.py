@@ -13,7 +13,10 @@ class Status:
     to all of these. reserved_rows: rows that their caches have room for. pool_used: states that wait for the writer.
     groups: (slots, capacity in rows) of each group; capacity is 0 where one sequence is on its own caches. steps,
     step_s: decoding steps made, and seconds spent on them. traces: functions compiled. memory: the ledger, bytes by
-    entry. turns: why rows of this model do not share a batch, None if they do or nobody has asked yet."""
+    entry. turns: why rows of this model do not share a batch, None if they do or nobody has asked yet. handoff: where
+    the stream that speculates stands (``handoff.State``); handoffs: how often it went from one state to another, by
+    ``"before > after"``. cycles: steps that verified drafts; drafted, accepted: drafts, of all rows. depth: drafts of
+    each row in the latest step, 0 if it was a plain one."""
 
     running: int = 0
     prefilling: int = 0
@@ -29,6 +32,12 @@ class Status:
     traces: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
     turns: str | None = None
+    handoff: str = "idle"
+    handoffs: Mapping[str, int] = field(default_factory=dict)
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    depth: int = 0
 
     @property
     def active(self) -> int:

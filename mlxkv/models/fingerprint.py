@@ -1,8 +1,8 @@
 """A model's fingerprint: what it computes, not where it lies.
 
 SHA-256 over length-prefixed fields: a schema name, config.json in canonical form (quantisation settings included),
-hf_quant_config.json, the sorted XXH3-128 digests of the weight files' bytes, and the same of an adapter. Folder and
-file names, times and the tokenizer are not in it.
+hf_quant_config.json, the sorted XXH3-128 digests of the weight files' bytes, and the same of an adapter and of files
+beside the weights that a prediction head was read from. Folder and file names, times and the tokenizer are not in it.
 
 Reading every byte of a large model takes seconds, so digests are remembered in a small JSON file under the identity of
 the file they came from (device, inode, size, modification and status-change times). Losing it costs time only.
@@ -15,6 +15,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,11 @@ _PIECE = 8 << 20  # bytes a read
 _SETTLED = 2.0  # seconds; a file changed more recently could change again within its time stamp's granularity
 
 
-def fingerprint(path: Path, adapter: Path | None = None, memo_dir: Path | None = None) -> bytes:
-    """The 32-byte fingerprint of the model in folder ``path`` with the LoRA adapter in folder ``adapter``.
+def fingerprint(
+    path: Path, adapter: Path | None = None, memo_dir: Path | None = None, beside: Sequence[Path] = ()
+) -> bytes:
+    """The 32-byte fingerprint of the model in folder ``path`` with the LoRA adapter in folder ``adapter``, and a head
+    from the files ``beside`` its weights.
 
     ``memo_dir``: where digests are remembered (made if missing); None to read the files every time. Raises ModelError.
     """
@@ -43,6 +47,8 @@ def fingerprint(path: Path, adapter: Path | None = None, memo_dir: Path | None =
     if adapter is not None:
         fields.append(_canonical(adapter / "adapter_config.json"))
         fields.append(memo.digest(adapter / "adapters.safetensors"))
+    if beside:
+        fields += [b"head", b"".join(sorted(memo.digest(file) for file in beside))]
     memo.save()
     whole = hashlib.sha256()
     for field in fields:

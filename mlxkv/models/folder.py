@@ -12,6 +12,8 @@ from ..errors import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+#: files beside the weights in which a prediction head may be; mlx-lm does not read them
+SIDE_FILES = ("mtp*.safetensors",)
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 _NEEDS = "A model folder holds config.json, model*.safetensors and a tokenizer."
 _CONVERT = "Convert it with `mlx_lm.convert --hf-path <original model>`, or use a model in MLX or Hugging Face format."
@@ -70,6 +72,11 @@ def check(path: Path) -> dict[str, Any]:
 def weight_files(path: Path) -> list[Path]:
     """The files mlx-lm reads weights from, sorted."""
     return sorted(path.glob("model*.safetensors"))
+
+
+def side_files(path: Path) -> list[Path]:
+    """The files beside them in which a prediction head may be, sorted."""
+    return sorted(file for pattern in SIDE_FILES for file in path.glob(pattern))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -153,7 +160,7 @@ def _from_hub(name: str) -> Path:
         pass
     local = "Download it elsewhere and give the path of its folder."
     try:
-        return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=[*DEFAULT_ALLOW_PATTERNS, *SIDE_FILES]))
     except GatedRepoError as error:
         cure = "Accept its terms on huggingface.co and run `hf auth login`."
         raise ModelError(f"The model {name} is gated.", cure) from error

@@ -5,6 +5,7 @@ Call it on the thread that will run the model: MLX streams belong to a thread.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from .. import numerics
 from ..errors import MlxkvError, ModelError
 from . import folder, mtp, precision
 from .fingerprint import fingerprint, identity
+from .replace import as_subclass
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 
@@ -41,7 +43,7 @@ class Loaded:
     dequantised: bool
     fingerprint: bytes
     fingerprint_name: str
-    head: mtp.MTPHead | None = None
+    head: mtp.Head | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -56,16 +58,18 @@ def load(
     """
     precision.parse(dtype)  # a bad value is told before a long download
     path = folder.resolve(model)
-    folder.check(path)
+    found, opened = mtp.open_head(path, folder.check(path))
     name = path.name if Path(str(model)).expanduser().exists() else str(model)
     adapter_path = None if adapter is None else _check_adapter(Path(adapter).expanduser())
-    files = folder.weight_files(path)
+    weights = folder.weight_files(path)
+    beside = [file for file in found.files if file not in weights] if found.usable else []
+    files = [*weights, *beside]
     before = [identity(file) for file in files]
 
-    network, config = _load_network(path)
+    network, config = open_network(path, found.names)
     if adapter_path is not None:
         _apply_adapter(network, adapter_path)
-    tokenizer = _load_tokenizer(path, config)
+    tokenizer = load_tokenizer(path, config)
 
     now = numerics.current()
     notes: list[str] = []
@@ -75,7 +79,9 @@ def load(
     if now.device == "cpu" and precision.is_quantised(network):
         dequantised, note = precision.dequantise(network, precision.DTYPES[chosen].size)
         notes += [note] if note else []
-    head = mtp.load(path, config, precision.DTYPES[chosen])
+    # a head is unpacked where the body's matrices are, also where some layers of the body have no plain form
+    unpack = now.device == "cpu" and not any(isinstance(m, nn.QuantizedLinear) for m in network.modules())
+    head = None if opened is None else mtp.evaluate(opened, precision.DTYPES[chosen], network, unpack=unpack)
     if now.device == "cpu" and now.mode == "fast":
         from .fast import accelerate
 
@@ -88,7 +94,7 @@ def load(
     except Exception as error:
         raise ModelError(f"The weights in {path} cannot be read: {error}", "Download or copy them again.") from error
     assert not any(module.training for module in network.modules())
-    mark = fingerprint(path, adapter_path, memo_dir)
+    mark = fingerprint(path, adapter_path, memo_dir, beside)
     if [identity(file) for file in files] != before:
         raise ModelError(f"The weights in {path} changed while they were loaded.", "Try again later.")
     if now.blas_hint:
@@ -111,11 +117,26 @@ def load(
     )
 
 
-def _load_network(path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    from mlx_lm.utils import load_model
+def open_network(path: Path, head: Collection[str] = ()) -> tuple[nn.Module, dict[str, Any]]:
+    """The network of a checked folder, no weight evaluated, and its config. ``head``: names of a prediction head's
+    tensors, which are left out: not every architecture drops them itself, and then its loading fails. Raises
+    ModelError."""
+    from mlx_lm.utils import _get_classes, load_model
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        model, arguments = _get_classes(config)
+        own = getattr(model, "sanitize", lambda self, weights: weights)
+
+        def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            return own(self, {name: array for name, array in weights.items() if name not in head})
+
+        return type(model.__name__, (model,), {"sanitize": sanitize}), arguments
 
     try:
-        return load_model(path, lazy=True)
+        if not head:
+            return load_model(path, lazy=True)
+        network, config = load_model(path, lazy=True, get_model_classes=classes)
+        return as_subclass(type(network).__bases__[0], network), config
     except MlxkvError:
         raise
     except Exception as error:  # configs and weights of strangers fail in every way there is
@@ -155,11 +176,12 @@ def _apply_adapter(network: nn.Module, path: Path) -> None:
         ) from error
 
 
-def _load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
-    from mlx_lm.utils import load_tokenizer
+def load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
+    """The tokenizer of a folder. Raises ModelError."""
+    from mlx_lm.utils import load_tokenizer as open_tokenizer
 
     try:
-        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        return open_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         text = " ".join(str(error).split())
         if "trust_remote_code" in text:

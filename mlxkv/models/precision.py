@@ -56,10 +56,11 @@ def stored_dtype(model: nn.Module) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def cast(model: nn.Module, name: str) -> None:
-    """Cast the floating parameters, except those the architecture keeps as they are (``cast_predicate``)."""
+def cast(model: nn.Module, name: str, like: nn.Module | None = None) -> None:
+    """Cast the floating parameters, except those the architecture (``like``'s, or the model's own) keeps as they are
+    (``cast_predicate``)."""
     dtype = DTYPES[name]
-    wanted = getattr(model, "cast_predicate", lambda path: True)
+    wanted = getattr(model if like is None else like, "cast_predicate", lambda path: True)
 
     def convert(path: str, array: Any) -> Any:
         return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) and wanted(path) else array

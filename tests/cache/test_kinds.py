@@ -19,6 +19,7 @@ from mlx_lm.models.cache import (
 
 from mlxkv.cache.layout import LayoutError, probe
 from mlxkv.cache.record import Reader
+from mlxkv.cache.ring import with_rings
 from mlxkv.cache.state import PositionError, SequenceState, UnknownCache, members_of
 from tests import tiny
 from tests.cache.equality import LENGTH, resumed, story
@@ -92,6 +93,19 @@ def check(rt):
 def test_restored_as_if_it_had_stayed_in_memory(llama, tmp_path, name):
     rt = stored_and_reopened(recached(llama, tmp_path, CACHES[name]), tmp_path)
     assert rt.layout.growing_only == (name in GROWING)
+    check(rt)
+    rt.store.close()
+
+
+@pytest.mark.parametrize("writes", ["window", "ring"])
+def test_a_window_and_a_ring_read_each_other_s_records(llama, tmp_path, writes):
+    """Whether drafts are verified is no part of a key."""
+    plain = CACHES["window that keeps its first rows, wrapped"]
+    kinds = {"window": plain, "ring": lambda: with_rings(plain(), 8)}
+    rt = stored_and_reopened(recached(llama, tmp_path, kinds.pop(writes)), tmp_path)
+    (reads,) = kinds.values()
+    assert probe(rt.model, reads).digest == rt.layout.digest
+    rt = dataclasses.replace(rt, make_cache=reads)
     check(rt)
     rt.store.close()
 

@@ -194,6 +194,72 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(wrong):
         Options(model="m", **wrong)
 
 
+DRAFTS = ("draft", "draft_model", "draft_depth", "ring_spare")
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "expected"),
+    [
+        ("", {}, {}, ("auto", None, None, 8)),
+        ('draft = "ngram"\ndraft_depth = 3\nring_spare = 4', {}, {}, ("ngram", None, 3, 4)),
+        ("draft = false", {}, {}, ("off", None, None, 8)),
+        ('draft = "off"', {"MLXKV_DRAFT": "MTP"}, {}, ("mtp", None, None, 8)),
+        ("draft_depth = 3", {"MLXKV_RING_SPARE": "2"}, {"draft_depth": "auto"}, ("auto", None, None, 2)),
+        ('draft_model = "a"', {}, {"draft_model": "b", "draft_depth": "8"}, ("auto", "b", 8, 8)),
+        ('draft_model = "a"', {}, {"draft_model": ""}, ("auto", None, None, 8)),
+    ],
+)
+def test_drafts(home, text, environ, flags, expected):
+    write(home, text)
+    options = Settings.load(flags, os.environ | environ).engine_options()
+    assert tuple(options[name] for name in DRAFTS) == expected
+
+
+def test_drafts_reach_the_engine(home, cli, tiny_model, monkeypatch):
+    from mlxkv.decode import engine
+
+    seen = []
+    of = engine.Options
+
+    def note(**given):
+        seen.append(tuple(given[name] for name in DRAFTS))
+        return of(**given)
+
+    monkeypatch.setattr(engine, "Options", note)
+    write(home, "ring_spare = 3")
+    ask = ("run", "hello", "--model", tiny_model("llama"), "--max-tokens", 1, "--json")
+    assert cli(*ask, "--draft", "off", "--draft-depth", 2).code == 0
+    assert seen == [("off", None, 2, 3)]
+    for flag, value, cure in (
+        ("--draft", "magic", "mtp, ngram, model or off"),
+        ("--draft-depth", "9", "from 1 to 8, or auto"),
+        ("--ring-spare", "0", "from 1 to 256"),
+    ):
+        bad = cli(*ask, flag, value)
+        assert bad.code == 2 and f"{flag} is '{value}'" in bad.err and cure in bad.err
+    bad = cli(*ask, "--draft", "model")
+    assert bad.code == 2 and "none was named" in bad.err and "--draft-model" in bad.err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"draft": "yes"}, "'yes'"),
+        ({"draft": "model"}, "none was named"),
+        ({"draft_depth": 0}, "depth of drafts is 0"),
+        ({"draft_depth": 9}, "depth of drafts is 9"),
+        ({"ring_spare": 0}, "rings is 0"),
+        ({"ring_spare": 257}, "rings is 257"),
+    ],
+)
+def test_drafts_that_cannot_work_are_refused_before_a_model_is_loaded(wrong, named):
+    from mlxkv.decode.options import Options
+
+    with pytest.raises(ConfigError, match=named) as e:
+        Options(model="m", **wrong)
+    assert e.value.cure
+
+
 def test_a_bad_value_is_told_even_where_a_flag_hides_it(home):
     write(home, "top_p = 9")
     with pytest.raises(ConfigError):

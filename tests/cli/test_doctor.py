@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
-from tests import tiny
+from tests import headed, tiny
 
 
 def checks(found):
@@ -104,6 +105,54 @@ def test_what_is_set_is_told_but_no_secret(cli, model, tmp_path, monkeypatch):
 def test_a_head_is_found(cli, model, tmp_path):
     from tests import headed
 
-    assert "none" in checks(cli("doctor", "--model", model, "--json"))["MTP head"]["detail"]
-    found = checks(cli("doctor", "--model", headed.make(tmp_path / "headed"), "--json"))["MTP head"]
-    assert (found["status"], found["detail"]) == ("ok", "found (15 tensors)")
+    def said(folder):
+        found = checks(cli("doctor", "--model", folder, "--json"))["MTP head"]
+        return found["status"], found["detail"]
+
+    assert said(model) == ("ok", "none in this checkpoint")
+    status, detail = said(headed.make(tmp_path / "headed"))
+    assert status == "ok" and "Qwen3.5, 1 layer (15 tensors in model.safetensors)" in detail
+    status, detail = said(headed.make(tmp_path / "mimo", "mimo"))
+    assert status == "ok" and "MiMo" in detail and "1 draft in a row" in detail
+    strange = tiny.make("llama", tmp_path / "strange")
+    weights = dict(mx.load(str(strange / "model.safetensors"))) | {"mtp.fc.weight": mx.zeros((4, 4))}
+    mx.save_safetensors(str(strange / "model.safetensors"), weights)
+    status, detail = said(strange)
+    assert status == "warn" and detail.startswith("found, not used: heads of llama are not supported: ")
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "status", "said"),
+    [
+        ("qwen3_5", (), "ok", ("none: the checkpoint has no multi-token-prediction head", "--draft ngram")),
+        ("qwen3_5", ("--draft", "ngram"), "ok", ("by look-up in the text, 1 to 8 at a time",)),
+        ("llama", ("--draft", "ngram", "--draft-depth", 3), "ok", ("3 at a time",)),
+        ("gemma3_text", ("--draft", "ngram", "--ring-spare", 2), "ok", ("1 to 2 at a time",)),
+        ("gemma3_text", ("--draft", "ngram", "--ring-spare", 2, "--draft-depth", 3), "fail", ("3 drafts", "2 at most")),
+        ("qwen3_5", ("--draft", "mtp"), "fail", ("cannot draft for itself",)),
+        ("qwen3_5", ("--draft", "off"), "ok", ("none: it was switched off",)),
+        ("llama", ("--draft-model", "small"), "ok", ("by small",)),
+    ],
+)
+def test_what_would_draft(cli, tiny_model, arch, flags, status, said):
+    found = cli("doctor", "--model", tiny_model(arch), *flags, "--json")
+    check = checks(found)["drafts"]
+    assert check["status"] == status and found.code == (status == "fail")
+    assert all(part in check["detail"] for part in said), check["detail"]
+
+
+def test_what_would_draft_with_a_head(cli, tmp_path):
+    seen = checks(cli("doctor", "--model", headed.make(tmp_path / "model"), "--json"))
+    assert seen["drafts"]["detail"].startswith("by its own head, 1 to ")
+
+
+def test_layers_that_take_nothing_back_are_named(cli, tmp_path):
+    """A recurrence without a journal: drafting is off."""
+    folder = tiny.make("rwkv7", tmp_path / "model")
+    found = cli("doctor", "--model", folder, "--json")
+    detail = checks(found)["drafts"]["detail"]
+    assert found.code == 0 and detail.startswith("none: ")
+    assert "layers that take nothing back: recurrent: 0, 1" in detail
+    found = cli("doctor", "--model", folder, "--draft", "ngram", "--json")
+    check = checks(found)["drafts"]
+    assert found.code == 1 and check["status"] == "fail" and "recurrent: 0, 1" in check["detail"]

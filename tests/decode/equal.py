@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tests import tiny
 from tests.architectures import MORE_INEXACT
 from tests.cache.test_equality import INEXACT as SUITE_INEXACT
 from tests.decode.kept import compare, kept
-from tests.decode.many import Alone, Outcome, Planned, ask, drive, load, schedule, with_caches, wrong_with
+from tests.decode.many import Alone, Outcome, Planned, ask, changed, drive, load, schedule, with_caches, wrong_with
+from tests.decode.scripted import Scripted, drafted_by
 from tests.decode.stories import Stories
 
 INEXACT = SUITE_INEXACT | MORE_INEXACT
@@ -71,26 +73,32 @@ def measure(
     bound: float = 0.0,
     make_cache: Callable[[], list[Any]] | None = None,
     short: int | None = None,
+    drafter: Scripted | None = None,
     **options: Any,
 ) -> Report:
     """``bound``: how far logits of this model may be off after other cuts; ``make_cache``: other caches than the
-    model's own; ``short``: tokens of the longest prompt; ``options``: of the engine that has them all."""
+    model's own; ``short``: tokens of the longest prompt; ``drafter``: drafts for the engine that has them all, where
+    its ``options`` say that something drafts."""
     found = Report()
+    step = 1 + (options.get("draft_depth") or 8)
     with with_caches(make_cache):
         alone = Alone(model)
         try:
             asked = Stories(rng, alone, *((short, 0) if short else ())).take(requests)
+            if drafter is not None:
+                drafter.learn([[*(each.tokens or []), *alone(each).token_ids] for each in asked])
             for cache_dir in (None, folder / "many"):
                 plan = schedule(rng, asked, cancelled=0.4)
-                with load(model, cache_dir, **options) as engine:
+                scripted = changed(drafted_by(drafter)) if drafter is not None else nullcontext()
+                with scripted, load(model, cache_dir, **options) as engine:
                     outcomes = drive(engine, plan)
                 where = "without a store" if cache_dir is None else "with a store"
-                judge(found, where, plan, outcomes, [alone(each) for each in asked], bound)
+                judge(found, where, plan, outcomes, [alone(each) for each in asked], bound, step)
             many = kept(folder / "many")
-            with load(model, folder / "many") as engine:
+            with load(model, folder / "many", draft="off") as engine:
                 for each in [] if short else asked[::2]:
                     again(found, each, alone, lambda request: engine.submit(request).result())
-            with load(model, folder / "one", prefill_chunk=None) as engine:
+            with load(model, folder / "one", prefill_chunk=None, draft="off") as engine:
                 for each in asked:
                     engine.submit(each).result()
             compared = compare(many, kept(folder / "one"), bound * DEEPER)
@@ -109,13 +117,14 @@ def judge(
     outcomes: Sequence[Outcome],
     alone: Sequence[Completion],
     bound: float,
+    step: int = 1,
 ) -> None:
     for number, (planned, outcome, right) in enumerate(zip(plan, outcomes, alone, strict=True)):
         found.asked += 1
         if (done := outcome.completion) is not None:
             found.given_up += done.finish_reason == "cancelled"
             found.restored += done.usage.cached_tokens > 0
-        for what in wrong_with(planned, outcome, right, bound):
+        for what in wrong_with(planned, outcome, right, bound, step):
             found.wrong.append(f"{where}, request {number} of {len(planned.request.tokens or [])} tokens: {what}")
     found.together = max(found.together, overlap(outcomes))
 

@@ -305,6 +305,17 @@ def test_ctrl_c_while_loading_ends_cleanly(moment, tiny_model):
     assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
 
 
+@pytest.mark.parametrize("depth", [None, 3])
+def test_a_warm_up_makes_cycles_too(tiny_model, depth):
+    with mlxkv.load(tiny_model("llama"), cache=False, draft="ngram", draft_depth=depth) as engine:
+        cold = mlxkv.generate(engine, tiny.ids(20), max_tokens=8)
+        verified = engine.inspect(lambda loop: loop.seats.speculation.counts.cycles)
+        engine.warm_up()
+        counts = engine.inspect(lambda loop: loop.seats.speculation.counts)
+        assert counts.cycles - verified >= 4 and not settled(engine)
+        assert mlxkv.generate(engine, tiny.ids(20), max_tokens=8).token_ids == cold.token_ids
+
+
 def test_a_warm_up_leaves_nothing(tiny_model, tmp_path):
     from mlxkv.cache.store import stats
 

@@ -50,6 +50,23 @@ def test_nothing_is_known_at_first_and_the_smallest_chunk_is_tried():
     assert chosen(pace) == 16
 
 
+def test_a_burst_shares_the_gap():
+    """Six first chunks before one step: the next one has its share of what those before it left."""
+    pace = shown(*((n, p) for p in (0, 3000, 12000) for n in (16, 128, 1024)))
+    pace.step_took(4, 256, GPU.step)
+    for count in range(1, 7):
+        spent, rungs = 0.0, []
+        for i in range(count):
+            rungs.append(
+                next_chunk(LADDER, pace, 0.25, 0, prefilling=count, groups=[(4, 256)], among=count - i, spent=spent)
+            )
+            spent += GPU.reading(rungs[-1])
+        assert spent + GPU.step <= 0.25 and min(rungs) >= 16
+        assert spent >= 0.5 * (0.85 * 0.25 - GPU.step) and max(rungs) <= 3 * min(rungs)
+    # however late it is, the smallest is read
+    assert next_chunk(LADDER, pace, 0.25, 0, prefilling=1, groups=[(4, 256)], among=3, spent=9.0) == 16
+
+
 def test_chunks_grow_to_what_fits_within_a_few():
     pace, position, rungs = Pace(), 0, []
     for _ in range(5):

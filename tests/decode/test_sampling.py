@@ -139,7 +139,7 @@ def test_many_tokens_are_penalised_as_few_are(few, monkeypatch):
         row[token] = row[token] * np.float32(1.5) if row[token] < 0 else row[token] / np.float32(1.5)
     for token in set(said):
         row[token] -= np.float32(0.25 * said.count(token) + 0.5)
-    np.testing.assert_array_equal(np.array(sampler._processed(mx.array(logits)[None]))[0], row)
+    np.testing.assert_array_equal(np.array(sampler.processed(mx.array(logits)[None], sampler.place))[0], row)
 
 
 @settings(max_examples=50, deadline=None)
@@ -150,7 +150,7 @@ def test_counts_are_those_of_the_window(prompt, sampled, window):
         every.add(token)
         recent.add(token)
     for counts, tokens in ((every, prompt + sampled), (recent, (prompt + sampled)[-window:])):
-        found = dict(zip(counts.ids().tolist(), counts.counts().tolist(), strict=True))
+        found = dict(zip(counts.seen().ids.tolist(), counts.seen().counts.tolist(), strict=True))
         assert found == {t: tokens.count(t) for t in tokens}
 
 

@@ -146,6 +146,31 @@ def test_an_endless_train_of_short_prompts_does_not_stop_a_long_one():
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(2, 30), max_size=4), min_size=1, max_size=40))
+def test_newcomers_with_chunks_at_once_do_not_stop_the_others(arrivals):
+    """All who come have a chunk besides the turn's: each prompt still has its turns, as often as without that."""
+    turns, left, waits, longest, most, key = Turns(), {}, {}, 0, 1, 0
+    for coming in [*arrivals, *[[]] * 200]:
+        new = list(range(key, key + len(coming)))
+        key += len(coming)
+        left |= dict(zip(new, coming, strict=True))
+        if not left:
+            continue
+        most = max(most, len(left))
+        chosen = {turns.next(left), *new}
+        for each in new:
+            turns.besides(each)
+        for each in list(left):
+            waits[each] = 0 if each in chosen else waits.get(each, 0) + 1
+            longest = max(longest, waits[each])
+            if each in chosen:
+                left[each] -= 1
+                if not left[each]:
+                    del left[each]
+    assert longest < (2 * PASSES + 1) * most
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(100, 130), min_size=1, max_size=5), st.integers(1, 40))
 def test_a_short_newcomer_is_served_within_a_turn(others, count):
     turns = Turns()

@@ -4,74 +4,14 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
-from mlxkv.cache.batch import Batch, BatchError
-from mlxkv.cache.layout import probe
+from mlxkv.cache.batch import BatchError
 from mlxkv.decode import step as step_module
-from mlxkv.decode.pool import Pool
-from mlxkv.decode.runtime import open_runtime  # noqa: F401 - prepares numerics before a model is built
-from mlxkv.decode.step import Compile, Race, Steps
+from mlxkv.decode.traced import Race
 from mlxkv.decode.tracking import Track
 from tests import tiny
-from tests.cache.batch.schedules import Schedule, Twin, apart, tolerance
-
-
-class Small:
-    """Attention without positions beside a state that decays: few operations, each kernel of a compiled step takes a
-    second to build. Real architectures are compiled in the soak."""
-
-    def __init__(self) -> None:
-        self.table = mx.random.normal((tiny.VOCAB, 32), key=mx.random.key(0))
-
-    def __call__(self, tokens, cache):
-        x = self.table[tokens]
-        mask = cache[0].make_mask(tokens.shape[1], return_array=True, window_size=None)
-        queries = x[:, None]
-        keys, values = cache[0].update_and_fetch(queries, queries)
-        out = scaled_dot_product_attention(queries, keys, values, cache[0], 0.2, mask)[:, 0]
-        total = cache[1][0] if cache[1][0] is not None else mx.zeros_like(x[:, 0])
-        sums = []
-        for i in range(tokens.shape[1]):
-            total = 0.9 * total + x[:, i]
-            sums.append(total)
-        cache[1][0] = total
-        return (out + mx.stack(sums, axis=1)) @ self.table.T
-
-    def make_cache(self):
-        return [KVCache(), ArraysCache(1)]
-
-
-class House:
-    """A model, a batch with a row in each slot, and steps over it."""
-
-    def __init__(self, model, *, slots=2, capacity=64, compile: Compile = "off", pool=2) -> None:
-        self.model = model
-        self.make = lambda: make_prompt_cache(model)
-        self.live = probe(model, self.make)
-        self.pool = Pool.of(self.live, pool)
-        self.steps = Steps(model, compile=compile)
-        self.batch, self.twins = self.full(slots, capacity)
-
-    def full(self, slots: int, capacity: int):
-        batch = Batch(self.make, self.live, slots, capacity)
-        twins = [Twin.start(self.model, self.make, tiny.ids(5 + 6 * s, s), 16, True) for s in range(slots)]
-        for slot, twin in enumerate(twins):
-            batch.join(slot, twin.copy(self.make))
-        return batch, twins
-
-    def ids(self) -> mx.array:
-        return mx.array([t.token for t in self.twins], mx.int32)
-
-    def run(self, captures=None) -> mx.array:
-        track = Track.of(self.batch.slots, self.pool.dummy, captures)
-        logits = self.steps.run(self.batch, self.ids(), track, self.pool)
-        mx.eval(logits, self.batch.live(), self.pool.arrays)
-        return logits
-
-    def compare(self, logits: mx.array) -> float:
-        return max(apart(logits[s], t.feed([t.token])) for s, t in enumerate(self.twins))
+from tests.cache.batch.schedules import Schedule, apart, tolerance
+from tests.decode.house import House, Small
 
 
 @pytest.fixture(scope="module")

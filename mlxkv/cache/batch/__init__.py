@@ -2,6 +2,6 @@
 
 from .batch import Batch
 from .form import BatchError, NoBatchForm, NotYet
-from .obstacle import obstacle
+from .obstacle import obstacle, obstacle_of_drafts
 
-__all__ = ["Batch", "BatchError", "NoBatchForm", "NotYet", "obstacle"]
+__all__ = ["Batch", "BatchError", "NoBatchForm", "NotYet", "obstacle", "obstacle_of_drafts"]

@@ -7,12 +7,13 @@ row (sequence) or is free; free slots are computed too, at position 0, and nobod
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from ...errors import MlxkvError
 from ..member import Member
+from .journal import Journal
 from .place import Seat
 
 
@@ -31,6 +32,9 @@ class NotYet(BatchError):
 class Form(ABC):
     """The batch form of one cache object."""
 
+    #: whether ``replay`` changes its arrays; rows that stand by position are taken back by counting alone
+    replays: ClassVar[bool] = False
+
     @abstractmethod
     def arrays(self) -> list[mx.array]:
         """All arrays, in a fixed order: what a step takes and gives back."""
@@ -44,6 +48,13 @@ class Form(ABC):
 
     def end(self) -> None:  # noqa: B027
         """The step was built: keep no array of it but the state."""
+
+    def replay(self, kept: mx.array, journal: Journal | None) -> None:  # noqa: B027
+        """After a verify step: the arrays as they are when row r keeps the first kept[r] of its ``Place.width`` tokens.
+        kept: [slots] int32, 0 for a free slot. ``Place`` knows where the rows stood before that step."""
+
+    def committed(self, kept: list[int]) -> None:  # noqa: B027
+        """The same on the host, once ``replay`` was built."""
 
     def hold(self) -> Any:  # noqa: B027
         """What ``put_back`` needs, beyond arrays."""

@@ -1,18 +1,25 @@
-"""The batch form of a prediction head's cache: the head never runs in a joint step.
+"""The batch form of a prediction head's cache: the head never runs in a joint step, only between two.
 
-Each slot keeps the solo ``HeadCache`` of its row. A step leaves one pair of arrays (tokens, hidden states) for all
-rows; a row's own part is cut out of them when its head catches up, or after ``MOST`` steps.
+Each slot keeps the solo ``HeadCache`` of its row, whose keys and values are a part of those of all slots. A step leaves
+one pair of arrays (tokens, hidden states) for all rows; a row's own part is cut out of them when its head catches up,
+or after ``MOST`` steps. While all rows draft at every edge nothing is cut out: the pair of the last step is what waits
+for all of them, and the head runs over all rows in one forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from ..head import HeadCache, HeadHidden, HeadRows
+from ..layout import MemberSpec
 from ..member import Arrays, Member
 from .form import BatchError, Form
+from .head_rows import SPARE, HeadRowsOfAll, SlotRows
 from .place import Place, Seat
 
 if TYPE_CHECKING:
@@ -22,21 +29,39 @@ if TYPE_CHECKING:
 MOST = 64
 
 
+@dataclass(frozen=True)
+class Step:
+    """What the body saw and gave in one step: tokens [slots, D], hidden [slots, D, H]. ``kept``: how many of the D
+    tokens each row kept."""
+
+    tokens: mx.array
+    hidden: mx.array
+    kept: tuple[int, ...]
+
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        return self.tokens, self.hidden
+
+
 class BatchHead(Form):
     """Has no arrays of its own that a step changes: what the step shows is given to ``shown``."""
 
-    def __init__(self, place: Place, slots: int) -> None:
+    def __init__(self, place: Place, spec: MemberSpec, slots: int, capacity: int) -> None:
         self.place = place
+        self.rows = HeadRowsOfAll(spec, slots, capacity)
         self.heads: list[HeadCache | None] = [None] * slots
-        #: (tokens, hidden) [slots, 1], [slots, 1, H] of the last steps, the first of them number ``_first``
-        self._steps: tuple[tuple[mx.array, mx.array], ...] = ()
+        self._parts: dict[int, SlotRows] = {}
+        #: of the last steps, the first of them number ``_first``
+        self._steps: tuple[Step, ...] = ()
+        #: (tokens, hidden) of a verify step that was not committed yet
+        self._open: tuple[mx.array, mx.array] | None = None
         self._first = 0
-        #: by slot, the number of the step its head was not shown yet
-        self._next = [0] * slots
+        #: by slot, the number of the step its head was not shown yet, and of the first one since it is there
+        self._next, self._since = [0] * slots, [0] * slots
         self.hidden: mx.array | None = None
+        self._drafting: tuple[int, ...] = ()
 
     def observe(self, tokens: mx.array, hidden: mx.array) -> None:
-        """The body ran over ``tokens`` [slots, 1] and gave ``hidden`` [slots, 1, H]."""
+        """The body ran over ``tokens`` [slots, D] and gave ``hidden`` [slots, D, H]."""
         self.hidden = hidden
 
     def emitted(self) -> list[mx.array]:
@@ -48,7 +73,15 @@ class BatchHead(Form):
 
     def shown(self, tokens: mx.array, hidden: mx.array) -> None:
         """``tokens`` [slots, 1] and ``hidden`` [slots, 1, H] of a step that was built."""
-        self._steps = (*self._steps, (tokens, hidden))
+        self._steps = (*self._steps, Step(tokens, hidden, (1,) * tokens.shape[0]))
+
+    def verified(self, tokens: mx.array, hidden: mx.array) -> None:
+        """``tokens`` [slots, D] and ``hidden`` [slots, D, H] of a verify step that was built."""
+        self._open = (tokens, hidden)
+
+    def committed(self, kept: list[int]) -> None:
+        if self._open is not None:
+            self._steps, self._open = (*self._steps, Step(*self._open, tuple(kept))), None
 
     def _tidy(self) -> None:
         if len(self._steps) >= MOST:
@@ -61,9 +94,15 @@ class BatchHead(Form):
         head = self.heads[slot]
         steps = self._steps[self._next[slot] - self._first :] if head is not None else ()
         if head is not None and steps:
-            tokens = mx.concatenate([t[slot : slot + 1] for t, _ in steps], axis=1)
-            head.observe(tokens, mx.concatenate([h[slot : slot + 1] for _, h in steps], axis=1))
+            tokens = [step.tokens[slot : slot + 1, : step.kept[slot]] for step in steps]
+            hidden = [step.hidden[slot : slot + 1, : step.kept[slot]] for step in steps]
+            head.show(mx.concatenate(tokens, axis=1), mx.concatenate(hidden, axis=1))
         self._next[slot] = self._first + len(self._steps)
+
+    @property
+    def _end(self) -> int:
+        """The number of the next step."""
+        return self._first + len(self._steps)
 
     def _drop(self) -> None:
         seen = min((n for n, head in zip(self._next, self.heads, strict=True) if head is not None), default=None)
@@ -79,25 +118,32 @@ class BatchHead(Form):
         pass
 
     def live(self) -> list[mx.array]:
-        mine = [a for step in self._steps for a in step]
-        return mine + [a for h in self.heads if h is not None for m in h.members(()) for a in m.live()]
+        mine = [a for step in self._steps for a in step.arrays()] + list(self._open or ())
+        return mine + self.rows.arrays() + [a for h in self.heads if h is not None for a in (*h.tokens, *h.hidden)]
 
     def hold(self) -> Any:
         self._tidy()  # here, where no newer step is built
-        return self._steps
+        return self._steps, self._open
 
     def put_back(self, held: Any) -> None:
-        self._steps = held
+        self._steps, self._open = held
 
     def check(self, cache: Any, position: int) -> None:
         pass
 
     def join(self, slot: int, cache: Any, position: int) -> None:
-        self.heads[slot] = _copied(cache, HeadCache(cache.run))
-        self._next[slot] = self._first + len(self._steps)
+        head = HeadCache(cache.run, cache.joint)
+        _copied(cache, head)
+        head.drop()
+        self.rows.join(slot, head.kv)
+        head.kv = self._parts[slot] = SlotRows(self.rows, slot)
+        self.heads[slot] = head
+        self._next[slot] = self._since[slot] = self._end
 
     def leave(self, slot: int) -> None:
         self.heads[slot] = None
+        del self._parts[slot]
+        self.rows.leave(slot)
         self._drop()
 
     def resize(self, slots: int, capacity: int, keep: dict[int, int], positions: dict[int, int]) -> None:
@@ -106,8 +152,12 @@ class BatchHead(Form):
         heads: list[HeadCache | None] = [None] * slots
         for old, slot in keep.items():
             heads[slot] = self.heads[old]
-        self._first += len(self._steps)
-        self._steps, self._next, self.heads = (), [self._first] * slots, heads
+            self._parts[old].slot = slot  # those who read the row hold it
+        self._parts = {slot: self._parts[old] for old, slot in keep.items()}
+        self.rows.resize(slots, capacity, keep)
+        self._first = self._end
+        self._steps, self.heads = (), heads
+        self._next, self._since = [self._first] * slots, [self._first] * slots
 
     def row(self, seat: Seat, path: tuple[int, ...]) -> list[Member]:
         head = self.heads[seat.slot]
@@ -116,17 +166,111 @@ class BatchHead(Form):
 
     def take(self, slot: int, cache: HeadCache) -> None:
         self.feed(slot)
+        head = self._head(slot)
+        _copied(head, cache)
+        cache.kv = KVCache()
+        self.rows.take(slot, cache.kv)
+
+    # drafting, at the edge of a step
+
+    def can_draft(self, slots: Sequence[int]) -> bool:
+        """Whether the body has shown each of these rows a hidden state."""
+        return all(self.place.positions[slot] > 0 and self.heads[slot] is not None for slot in slots)
+
+    def first(self, roots: Mapping[int, int]) -> mx.array:
+        """The heads of these rows over all that waits, the root last: m [slots, 1, H], of which those of other rows
+        mean nothing. States inside the last step can be read no more."""
+        self.drop()
+        self._drafting = tuple(roots)
+        if not self._head(self._drafting[0]).joint:
+            for slot in roots:
+                self.feed(slot)
+            self._drop()
+            return self._each({slot: self._head(slot).first({0: root}) for slot, root in roots.items()})
+        step = self._waiting()
+        m = self._behind(roots) if step is None else self._after(step, roots)
+        for slot in roots:
+            self.rows.made[slot] = self.place.positions[slot]
+        return m
+
+    def following(self, drafts: mx.array, m: mx.array, step: int) -> mx.array:
+        """A speculative row each of those that ``first`` was called with: ``drafts`` [slots, 1], the last ``m``
+        [slots, 1, H] -> the next m, of draft ``step``."""
+        head = self._head(self._drafting[0])
+        if not head.joint:
+            rows = {s: self._head(s).following(drafts[s : s + 1], m[s : s + 1], step) for s in self._drafting}
+            return self._each(rows)
+        m = self.rows.run(head.run, drafts, m, step)
+        for slot in self._drafting:
+            self.rows.made[slot] += 1
+        return m
+
+    def drop(self) -> None:
+        """Forget the speculative rows of all heads."""
+        for slot, position in enumerate(self.place.positions):
+            self.rows.made[slot] = min(self.rows.made[slot], position)
+
+    def _waiting(self) -> Step | None:
+        """The last step, if what it left is all that waits for the rows that draft."""
+        if not self._steps or self._steps[-1].tokens.shape[1] > SPARE:
+            return None
+        step = self._steps[-1]
+        for slot in self._drafting:
+            there = self._since[slot] < self._end
+            if not there or self.rows.made[slot] != self.place.positions[slot] - step.kept[slot]:
+                return None
+        return step
+
+    def _after(self, step: Step, roots: Mapping[int, int]) -> mx.array:
+        """m of the roots, where ``step`` is all that waits."""
+        kept, width = [0] * len(self.heads), max(step.kept[slot] for slot in roots)
+        root = [0] * len(self.heads)
+        for slot in roots:
+            kept[slot], root[slot] = step.kept[slot], roots[slot]
+            if self._next[slot] < self._end - 1:  # what was left before has its rows
+                self._head(slot).skip(self.place.positions[slot] - step.kept[slot])
+                self._next[slot] = self._end - 1
+        self._drop()
+        tokens = mx.array(root, mx.int32)[:, None]
+        if width == 1:
+            return self._run(tokens, step.hidden[:, :1])
+        last = mx.maximum(mx.array(kept, mx.int32) - 1, 0)[:, None]
+        following = mx.concatenate([step.tokens[:, 1:width].astype(mx.int32), tokens], axis=1)
+        m = self._run(mx.where(mx.arange(width) == last, tokens, following), step.hidden[:, :width])
+        return mx.take_along_axis(m, mx.broadcast_to(last[:, :, None], (*last.shape, m.shape[2])), axis=1)
+
+    def _behind(self, roots: Mapping[int, int]) -> mx.array:
+        """m of the roots, after each head made what rows it lacks before."""
+        hidden: list[mx.array | None] = [None] * len(self.heads)
+        root = [0] * len(self.heads)
+        for slot in roots:
+            self.feed(slot)
+            head = self._head(slot)
+            head.catch_up()
+            hidden[slot], root[slot] = head.hidden[0], roots[slot]
+            self.rows.made[slot] = head.seen - 1  # where drafts were void, the root has its row already
+        self._drop()
+        blank = mx.zeros_like(next(h for h in hidden if h is not None))
+        rows = mx.concatenate([blank if h is None else h for h in hidden])
+        return self._run(mx.array(root, mx.int32)[:, None], rows)
+
+    def _run(self, tokens: mx.array, hidden: mx.array) -> mx.array:
+        return self.rows.run(self._head(self._drafting[0]).run, tokens, hidden)
+
+    def _each(self, made: dict[int, mx.array]) -> mx.array:
+        blank = mx.zeros_like(next(iter(made.values())))
+        return mx.concatenate([made.get(slot, blank) for slot in range(len(self.heads))])
+
+    def _head(self, slot: int) -> HeadCache:
         head = self.heads[slot]
         assert head is not None
-        _copied(head, cache)
+        return head
 
 
-def _copied(head: HeadCache, into: HeadCache) -> HeadCache:
-    """``into`` with what ``head`` holds; either can go on without the other."""
-    for mine, theirs in zip(into.members(()), head.members(()), strict=True):
-        mine.put_back(theirs.hold())
-    into.kv.step = head.kv.step
-    return into
+def _copied(head: HeadCache, into: HeadCache) -> None:
+    """``into`` with what ``head`` holds, rows in place of which it has its own; either can go on without the other."""
+    into.seen, into.start, into.tokens, into.hidden = head.seen, head.start, head.tokens, head.hidden
+    into.kv = head.kv
 
 
 class _Fed:

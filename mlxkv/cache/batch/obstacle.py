@@ -1,4 +1,5 @@
-"""Whether a model can be decoded as a batch: found by running two short sequences alone and together."""
+"""Whether a model can be decoded as a batch, and verify drafts there: found by running two short sequences alone and
+together."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from ... import numerics
 from ..layout import MLX_DTYPE, Layout, tensor_name
 from ..state import SequenceState
 from .batch import Batch
-from .form import NoBatchForm, NotYet
+from .form import BatchError, NoBatchForm, NotYet
+from .journal import Journals
 from .place import GRANULE
 
 #: largest |Δ logit| / largest |logit| between alone and together, where bits are not promised: sums run in another
@@ -85,6 +87,56 @@ def obstacle(model: Model, make_cache: MakeCache, live: Layout) -> str | None:
         return f"it fails on several sequences at once: {type(e).__name__}: {e}"
 
 
+def obstacle_of_drafts(
+    model: Model, make_cache: MakeCache, live: Layout, journals: Journals | None, most: int
+) -> str | None:
+    """Why rows of this model that share a batch cannot draft there, up to ``most`` tokens each, or None. Asked where
+    there is no ``obstacle``.
+
+    Two short sequences take the widest verify step, of which each keeps another part, then a narrow one and a plain
+    one, and are compared with single steps, as in ``obstacle``. Costs about fifteen forwards of a few tokens.
+    """
+    if most < 1:
+        return "nothing is drafted"
+    try:
+        batch = Batch(make_cache, live, 2, 2 * GRANULE, spare=most)
+        rows = {slot: _joined(batch, slot, _Alone.ran(model, make_cache, n)) for slot, n in enumerate(_LENGTHS)}
+        for width, kept in ((most + 1, (min(2, most), min(4, most + 1))), (2, (2, 1))):
+            if reason := _cycle(model, batch, rows, journals, width, kept):
+                return reason
+        reason = _step(model, batch, rows)
+        return reason and reason + " after drafts were taken back"
+    except BatchError as e:
+        return e.message
+    except Exception as e:
+        return f"it fails on several tokens of several sequences: {type(e).__name__}: {e}"
+
+
+def _cycle(
+    model: Model,
+    batch: Batch,
+    rows: dict[int, _Alone],
+    journals: Journals | None,
+    width: int,
+    kept: tuple[int, ...],
+) -> str | None:
+    """One verify step of all rows, of which row r keeps the first kept[r] tokens, and the same in single steps."""
+    ids = [[rows[slot].token, *((5 * slot + 3 * i + 1) % 11 for i in range(1, width))] for slot in rows]
+    given, where = mx.array(ids, mx.int32), batch.where(width)
+    logits, emitted, journal = batch.verify(model, given, where, batch.columns(width), journals)
+    batch.shown(given, emitted)
+    batch.hold_open(width, journal)
+    mx.eval(logits, batch.live())
+    batch.replay(mx.array(kept, mx.int32), where, width, journal)
+    batch.commit(list(kept))
+    mx.eval(batch.live())
+    for slot, row in rows.items():
+        for i in range(kept[slot]):
+            if reason := _apart(logits[slot, i], row.run([ids[slot][i]])[0]):
+                return f"logits {reason} when {width} tokens are verified at once"
+    return None
+
+
 def _short(model: Model, make_cache: MakeCache, live: Layout) -> str | None:
     batch = Batch(make_cache, live, 2, 2 * GRANULE)
     rows = {slot: _joined(batch, slot, _Alone.ran(model, make_cache, n)) for slot, n in enumerate(_LENGTHS)}
@@ -130,11 +182,18 @@ def _step(model: Model, batch: Batch, rows: dict[int, _Alone]) -> str | None:
     batch.shown(mx.array(ids, mx.int32), emitted)
     batch.advance()
     mx.eval(logits, batch.live())
-    exact = numerics.mode() == "exact" and mx.default_device().type == mx.DeviceType.cpu
-    alone = {row: row.run([row.token])[0].astype(mx.float32) for row in dict.fromkeys(rows.values())}
+    alone = {row: row.run([row.token])[0] for row in dict.fromkeys(rows.values())}
     for slot, row in rows.items():
-        relative = mx.abs(logits[slot].astype(mx.float32) - alone[row]).max() / mx.abs(alone[row]).max()
-        difference = float(relative.item())  # type: ignore[arg-type]
-        if not difference <= (0.0 if exact else BOUND[logits.dtype.size]):  # NaN is a difference
-            return f"a row's logits differ by {difference:.1e} beside another row"
+        if reason := _apart(logits[slot], alone[row]):
+            return f"a row's logits {reason} beside another row"
     return None
+
+
+def _apart(mine: mx.array, theirs: mx.array) -> str | None:
+    """How far logits are apart, where that is further than is promised."""
+    exact = numerics.mode() == "exact" and mx.default_device().type == mx.DeviceType.cpu
+    a, b = mine.astype(mx.float32), theirs.astype(mx.float32)
+    difference = float((mx.abs(a - b).max() / mx.abs(b).max()).item())  # type: ignore[arg-type]
+    if difference <= (0.0 if exact else BOUND[mine.dtype.size]):
+        return None  # NaN is a difference
+    return f"differ by {difference:.1e}"

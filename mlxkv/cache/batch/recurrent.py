@@ -11,6 +11,7 @@ from ..kinds import Recurrent
 from ..layout import MLX_DTYPE, MemberSpec, tensor_name
 from ..member import Arrays, Member
 from .form import BatchError, Form, NotYet, moved, put_row
+from .journal import Journal
 from .place import Place, Seat
 
 if TYPE_CHECKING:
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
 
 class BatchRecurrent(Form, ArraysCache):
-    """``cache[i]``: [slots, …], None where the layout has nothing."""
+    """``cache[i]``: [slots, …], None where the layout has nothing.
+
+    A verify step leaves it as it was before: what the step's tokens made of it, its journal knows.
+    """
+
+    replays = True
 
     def __init__(self, place: Place, spec: MemberSpec, slots: int) -> None:
         ArraysCache.__init__(self, dict(spec.params)["slots"])
@@ -41,6 +47,16 @@ class BatchRecurrent(Form, ArraysCache):
         array = self.cache[i]
         assert array is not None
         return array
+
+    def states_at(self, rows: mx.array, journal: Journal) -> list[mx.array]:
+        """``arrays()`` after the first rows[r] ([slots] int32) tokens of row r in the step of ``journal``."""
+        slots = journal.slots_by_row(self, rows)
+        return [slots[i] for i in self.used]
+
+    def replay(self, kept: mx.array, journal: Journal | None) -> None:
+        if journal is None:
+            raise BatchError("A recurrent state cannot be taken back without a journal.")
+        self.bind(self.states_at(kept, journal))
 
     def check(self, cache: Any, position: int) -> None:
         theirs = Recurrent(cache, ()).arrays()

@@ -36,7 +36,7 @@ def filled(rows: mx.array, columns: int) -> mx.array:
 
 
 class BatchRows(Form, _BaseCache):
-    """What growing rows and windows share: arrays with columns that take one token a step.
+    """What growing rows and windows share: arrays with columns that take ``Place.width`` tokens a step.
 
     ``keys``, ``values``: [slots, heads, columns, width], or what a form has in their place.
     """
@@ -48,7 +48,8 @@ class BatchRows(Form, _BaseCache):
 
     def __init__(self, place: Place, columns: int) -> None:
         self.place, self.columns = place, columns
-        #: the position of the next token, [slots], while a step is being built
+        #: the position of the next token, [slots], while a step is being built; after ``update_and_fetch`` that of the
+        #: one behind it
         self.offset: Any = None
 
     def begin(self) -> None:
@@ -58,7 +59,7 @@ class BatchRows(Form, _BaseCache):
         self.offset = None
 
     def write(self, array: mx.array, new: mx.array) -> mx.array:
-        """``array`` [slots, heads, columns, width] with ``new`` [slots, heads, 1, width] at each row's own column.
+        """``array`` [slots, heads, columns, width] with ``new`` [slots, heads, D, width] at each row's own columns.
 
         In place once nobody else holds it. Of the ways to write (scatter, one slice_update a row, where) the fastest on
         a CPU from two rows on, at any capacity."""
@@ -74,7 +75,7 @@ class BatchRows(Form, _BaseCache):
         self.keys, self.values = parts["keys"], parts["values"]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """``keys``, ``values``: [slots, heads, 1, width]."""
+        """``keys``, ``values``: [slots, heads, D, width]."""
         self.keys, self.values = self.write(self.keys, keys), self.write(self.values, values)
         self.offset = self.place.after
         return self.keys_and_values()
@@ -86,8 +87,8 @@ class BatchRows(Form, _BaseCache):
         return self.keys[:, :, :n], self.values[:, :, :n]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
-        if N != 1:
-            raise BatchError(f"A batch takes one token a row, not {N}.")
+        if self.place.width != N:
+            raise BatchError(f"This step of a batch takes {self.place.width} tokens a row, not {N}.")
         return self.place.mask(self.place.read(self.columns), window_size, self.ring)
 
     def size(self) -> int:

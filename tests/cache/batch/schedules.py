@@ -104,14 +104,18 @@ class Schedule:
         capacity: int = 48,
         longest: int = 40,
         compile: str = "off",
+        journals: Any = None,
+        drafts: int = 0,
     ) -> None:
+        """``drafts``: how many there are of a row in a cycle at most; 0: no cycles are made."""
         self.model, self.make_cache = model, make_cache
         self.live = live or probe(model, make_cache)
         self.random = random.Random(seed)
         self.longest = longest
-        self.batch = Batch(make_cache, self.live, slots, capacity)
+        self.drafts = drafts
+        self.batch = Batch(make_cache, self.live, slots, capacity, spare=drafts)
         self.pool = Pool.of(self.live, 2)
-        self.steps = Steps(model, compile=compile)  # type: ignore[arg-type]
+        self.steps = Steps(model, compile=compile, journals=journals)  # type: ignore[arg-type]
         self.twins: dict[int, Twin] = {}
         self.worst = 0.0
         self.moves: dict[str, int] = {}
@@ -120,6 +124,7 @@ class Schedule:
         for _ in range(n):
             free = [s for s in range(self.batch.slots) if s not in self.twins]
             moves = ["step"] * 6 + ["resize"] + ["join"] * 3 * bool(free) + ["leave", "take"] * bool(self.twins)
+            moves += ["cycle"] * 6 * bool(self.drafts)
             move = self.random.choice(moves)
             self.moves[move] = self.moves.get(move, 0) + 1
             getattr(self, move)()
@@ -154,6 +159,8 @@ class Schedule:
     def take(self) -> None:
         """A row goes on alone for some tokens, and comes back."""
         slot = self.random.choice(list(self.twins))
+        if self.twins[slot].state.position >= self.batch.capacity:
+            return self.resize()
         alone, twin = Twin(self.model, self.batch.take(slot)), self.twins[slot]
         mx.eval(alone.state.live())
         self.batch.leave(slot)
@@ -163,6 +170,7 @@ class Schedule:
             self._seen(alone.feed([token]), twin.feed([token]))
         self._states(alone.state, twin.state)
         self.batch.join(slot, alone.state)
+        return None
 
     def resize(self, capacity: int = 0) -> None:
         longest = max([0, *(t.state.position for t in self.twins.values())])
@@ -191,6 +199,56 @@ class Schedule:
         for slot, twin in self.twins.items():
             self._seen(logits[slot], twin.feed([ids[slot]]))
         return None
+
+    def cycle(self) -> None:
+        """Several tokens of each row at once, of which each keeps its own number; one state inside may be captured."""
+        width, before = self.random.randint(2, self.drafts + 1), list(self.batch.positions)
+        longest = max([0, *(t.state.position for t in self.twins.values())])
+        if longest + width > self.batch.capacity:
+            return self.resize(longest + width)
+        slots = range(self.batch.slots)
+        ids = [[self.twins[s].token if s in self.twins else 0, *self._drafts(width - 1)] for s in slots]
+        given, kept = mx.array(ids, mx.int32), self._kept(width)
+        captures = {}
+        for into, slot in enumerate(
+            self.random.sample(list(self.twins), self.random.randint(0, len(self.twins)))[: self.pool.slots]
+        ):
+            captures[slot] = into, before[slot] + self.random.randint(1, kept[slot])
+        track = Track.of(self.batch.slots, self.pool.dummy, captures) if captures else None
+        if self.random.random() < 0.3:  # built, and never was
+            held, pooled = self.batch.hold(), self.pool.arrays
+            self.steps.verify(self.batch, given, self.pool)
+            if self.random.random() < 0.5:
+                self.steps.commit(self.batch, self._kept(width), None, self.pool)
+            self.batch.put_back(held)
+            self.pool.arrays = pooled
+            del held, pooled
+        logits = self.steps.verify(self.batch, given, self.pool)
+        assert self.batch.positions == [at + width * (s in self.twins) for s, at in enumerate(before)]
+        mx.eval(logits, self.batch.live())
+        self.steps.commit(self.batch, kept, track, self.pool)
+        assert self.batch.positions == [at + n for at, n in zip(before, kept, strict=True)]
+        mx.eval(self.batch.live(), self.pool.arrays)
+        for slot, twin in self.twins.items():
+            for i in range(kept[slot]):
+                self._seen(logits[slot, i], twin.feed([ids[slot][i]]))
+                into, at = captures.get(slot, (0, 0))
+                if at == twin.state.position:
+                    self._captured(into, twin.state)
+        return None
+
+    def _drafts(self, n: int) -> list[int]:
+        return tiny.ids(n, self.random.randrange(1 << 30))
+
+    def _kept(self, width: int) -> list[int]:
+        """By slot: all, the root alone, or any number."""
+        some = [self.random.choice([1, width, self.random.randint(1, width)]) for _ in range(self.batch.slots)]
+        return [n if s in self.twins else 0 for s, n in enumerate(some)]
+
+    def _captured(self, into: int, state: SequenceState) -> None:
+        wanted = [a for m in state.members or () if m.kind == "recurrent" for a in m.arrays().values()]
+        for pooled, array in zip(self.pool.arrays, wanted, strict=True):
+            self._seen(pooled[into : into + 1], array)
 
     def compare(self, slot: int) -> None:
         """All arrays of the row's state with its twin's."""

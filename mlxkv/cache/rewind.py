@@ -1,0 +1,58 @@
+"""Whether drafts can be taken back, checked when an engine is configured (DESIGN §6, Rings)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..errors import ConfigError
+from .member import Member
+
+
+class Covers(Protocol):
+    """Who knows which recurrent layers keep what a replay needs: a journal."""
+
+    def covers(self, cache: Any) -> bool: ...
+
+
+def most_drafts(member: Member, journal: Covers | None) -> int | None:
+    """How many drafts ``member`` can take back; None for any number."""
+    if member.kind == "recurrent" and journal is not None and journal.covers(member.cache):
+        return None
+    return member.most_drafts()
+
+
+def why_not(members: Sequence[Member] | None, journal: Covers | None = None) -> str | None:
+    """Why no draft at all can be taken back, or None."""
+    if members is None:
+        return "its state has no known kinds"
+    for member in members:
+        if most_drafts(member, journal) == 0:
+            return f"layer {member.label} is {_said(member)}"
+    return None
+
+
+def _said(member: Member) -> str:
+    if member.kind == "window":
+        return f"a window of {member.window()} rows without spare ones, and would have overwritten what comes back"
+    if member.kind == "recurrent":
+        return "recurrent, and no journal of its inputs is kept from which its state could be made again"
+    return f"of a kind ({member.kind}) that takes nothing back"
+
+
+def check_drafts(members: Sequence[Member], depth: int, journal: Covers | None = None) -> None:
+    """Raises ConfigError where a layer cannot take back ``depth`` drafts, which names the layer that can take back the
+    fewest, the drafts, the number to use and the flags."""
+    limits = [(most, member) for member in members if (most := most_drafts(member, journal)) is not None]
+    if not limits:
+        return
+    most, member = min(limits, key=lambda limit: limit[0])
+    if depth <= most:
+        return
+    if most == 0:
+        raise ConfigError(f"Nothing can be drafted: layer {member.label} is {_said(member)}.", "Give --draft off.")
+    raise ConfigError(
+        f"{depth} drafts were asked for, and the ring of layer {member.label} (a window of {member.window()} rows, "
+        f"{most} spare) can take back {most} at most.",
+        f"Give --draft-depth {most} or less, or --ring-spare {depth} or more.",
+    )

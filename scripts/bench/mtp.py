@@ -1,0 +1,313 @@
+"""Speculation: what drafts gain, what they cost where they are useless, who waits for whom, and what a rewind costs.
+
+Plain is the fastest of mlxkv without drafts, mlxkv's compiled steps and mlx-lm, found first. Prompts are the demo
+model's held-out ones, whose answers end where they end. Nothing else should run on the machine.
+
+tokens: tokens/s of decoding, all prompts together, at the best depth (found first too) against plain; greedy, and at
+temperature 0.7. useless: the same with a head of random weights and a depth that adapts. late: the first token of a
+request that comes while another one's answer is made, with drafts against without. rewind: taking two of three tokens
+back and making the states again, against one plain step, for each family whose layers keep a journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
+
+import mlx.core as mx  # isort: skip
+import mlx_lm  # isort: skip
+
+import mlxkv
+from mlxkv import Engine
+from mlxkv.cache.batch import Batch
+from mlxkv.cache.state import SequenceState
+from mlxkv.config import EMBEDDED
+from mlxkv.decode.options import Options
+from mlxkv.decode.request import Delta, Request, SamplingParams
+from mlxkv.decode.runtime import open_runtime
+from mlxkv.decode.solo import Solo
+from mlxkv.decode.step import Steps
+
+from .main import ROOT, float32, random_model
+from .pairs import Bar, Result, environment, in_turn, judge, report
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from demo_model.heldout import cases  # noqa: E402
+
+#: tokens of an answer at most
+MOST = 200
+DEPTHS = (1, 2, 3, 4, 6)
+#: what a compiled batch has room for: prompt and answer
+ROOM = 512
+
+
+def prompts(tokenizer: Any, step: int) -> list[list[int]]:
+    """Every ``step``-th held-out prompt that is not long."""
+    every = cases(lambda messages: sum(len(m["content"]) for m in messages) // 4)
+    chosen = [c for c in every if c.kind != "far" and not c.tools][::step]
+    return [list(tokenizer.apply_chat_template(c.messages, add_generation_prompt=True)) for c in chosen]
+
+
+def answer(engine: Engine, prompt: list[int], **sampling: Any) -> Any:
+    params = SamplingParams(**{"max_tokens": MOST} | sampling)
+    return engine.submit(Request(tokens=list(prompt), sampling=params)).result()
+
+
+def tps(engine: Engine, asked: Sequence[list[int]], **sampling: Any) -> float:
+    """Tokens/s after each answer's first token."""
+    tokens, seconds = 0, 0.0
+    for prompt in asked:
+        done = answer(engine, prompt, **sampling)
+        n = len(done.token_ids) - 1
+        if n > 0:
+            tokens += n
+            seconds += n / done.timings.decode_tps
+    return tokens / seconds
+
+
+def mlx_lm_tps(model: Any, tokenizer: Any, asked: Sequence[list[int]], temperature: float) -> float:
+    tokens, seconds = 0, 0.0
+    sampler = mlx_lm.sample_utils.make_sampler(temp=temperature)
+    for prompt in asked:
+        first, count = 0.0, 0
+        for _ in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=MOST, sampler=sampler):
+            count += 1
+            first = first or time.perf_counter()
+        tokens += count - 1
+        seconds += time.perf_counter() - first
+    return tokens / seconds
+
+
+def compiled_tps(rt: Any, asked: Sequence[list[int]], temperature: float) -> float:
+    """Steps of a batch of one, compiled, with the tokens of each read as soon as they are there."""
+    steps = Steps(rt.model, compile="on")
+    tokens, seconds = 0, 0.0
+    for prompt in asked:
+        state = SequenceState.new(rt.make_cache())
+        rt.model(mx.array([prompt[:-1]], mx.int32), cache=state.caches)
+        state.advance(len(prompt) - 1)
+        mx.eval(state.live())
+        batch = Batch(rt.make_cache, rt.live, 1, ROOM)
+        batch.join(0, state)
+        steps.admit(batch)
+        token, started, made = prompt[-1], 0.0, 0
+        while made < MOST and len(prompt) + made < ROOM:
+            logits = steps.run(batch, mx.array([token], mx.int32))
+            if temperature:
+                sampled = mx.random.categorical(logits * (1 / temperature))
+            else:
+                sampled = mx.argmax(logits, axis=-1)
+            mx.eval(sampled, batch.live())
+            token = int(sampled.item())
+            made += 1
+            started = started or time.perf_counter()
+            if token in rt.eos:
+                break
+        tokens += made - 1
+        seconds += time.perf_counter() - started
+    return tokens / seconds
+
+
+def best(sides: dict[str, Callable[[], float]], rounds: int = 3) -> tuple[str, str]:
+    """The name of the fastest, measured in turn, and all medians for people."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, side in sides.items():
+            value = side()
+            if turn:
+                found[name].append(value)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return max(medians, key=medians.__getitem__), ", ".join(f"{n} {v:.0f}" for n, v in medians.items())
+
+
+def tokens(temperature: float, bar: float, pairs: int, step: int) -> Result:
+    model, tokenizer = float32(EMBEDDED)
+    rt, _ = open_runtime(Options(model=EMBEDDED, cache_dir=None, draft="off"))
+    asked = prompts(tokenizer, step)
+    engines = {f"depth {k}": mlxkv.load(EMBEDDED, cache=False, draft="mtp", draft_depth=k) for k in DEPTHS}
+    engines["adapting"] = mlxkv.load(EMBEDDED, cache=False)
+    plain = mlxkv.load(EMBEDDED, cache=False, draft="off")
+    try:
+        sides: dict[str, Callable[[], float]] = {
+            "mlxkv": lambda: tps(plain, asked, temperature=temperature),
+            "compiled": lambda: compiled_tps(rt, asked, temperature),
+            "mlx-lm": lambda: mlx_lm_tps(model, tokenizer, asked, temperature),
+        }
+        fastest, others = best(sides, 1 if pairs == 1 else 3)
+        drafted = {
+            name: (lambda engine=engine: tps(engine, asked, temperature=temperature))
+            for name, engine in engines.items()
+        }
+        deepest, depths = best(drafted, 1 if pairs == 1 else 3)
+        measured = in_turn(pairs, sides[fastest], drafted[deepest])
+        counts = engines[deepest].status()
+    finally:
+        for engine in (*engines.values(), plain):
+            engine.close()
+    note = f"tok/s, plain: {others}; drafts: {depths}; compared: {fastest} and {deepest}; {len(asked)} prompts; "
+    note += f"{counts.accepted} of {counts.drafted} drafts accepted"
+    how = "greedy" if not temperature else f"temperature {temperature}"
+    return judge(f"tokens/s with drafts / plain, {how}", [b / a for a, b in measured], Bar(bar), note)
+
+
+def useless(pairs: int, step: int) -> Result:
+    """An answer of 200 tokens, by a fresh engine's standards: what was learned in one pair is not known in the next."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "random-head"
+        shutil.copytree(EMBEDDED, made)
+        weights = dict(mx.load(str(made / "model.safetensors")))
+        for i, name in enumerate(sorted(n for n in weights if n.startswith("mtp."))):
+            old = weights[name]
+            weights[name] = (mx.random.normal(old.shape, key=mx.random.key(i)) * 0.3).astype(old.dtype)
+        mx.save_safetensors(str(made / "model.safetensors"), weights, metadata={"format": "pt"})
+        _, tokenizer = float32(EMBEDDED)
+        asked = prompts(tokenizer, step)
+        bias = dict.fromkeys(tokenizer.eos_token_ids, -100.0)
+        seen = []
+
+        def side(**options: Any) -> float:
+            with mlxkv.load(made, cache=False, **options) as engine:
+                answer(engine, asked[0], max_tokens=8)  # what is built at first use
+                value = tps(engine, asked[:6], logit_bias=bias)
+                seen.append(engine.status())
+                return value
+
+        measured = in_turn(pairs, lambda: side(draft="off"), lambda: side())
+    note = f"medians: plain {statistics.median(a for a, _ in measured):.0f} tok/s, with drafts "
+    note += f"{statistics.median(b for _, b in measured):.0f}; {seen[-1].accepted} of {seen[-1].drafted} accepted in "
+    note += f"{seen[-1].cycles} cycles"
+    return judge("tokens/s with useless drafts / plain", [b / a for a, b in measured], Bar(0.97), note)
+
+
+def late(pairs: int, n: int) -> Result:
+    _, tokenizer = float32(EMBEDDED)
+    stream = prompts(tokenizer, 1)[-1]
+    newcomer = [(i * 7919) % 1900 + 50 for i in range(n)]
+    bias = dict.fromkeys(tokenizer.eos_token_ids, -100.0)
+
+    def side(engine: Engine) -> float:
+        long = engine.submit(
+            Request(tokens=stream, sampling=SamplingParams(max_tokens=4096, temperature=0.0, logit_bias=bias))
+        )
+        made = 0
+        for event in long:
+            made += isinstance(event, Delta)
+            if made >= 40:
+                break
+        started = time.perf_counter()
+        came = engine.submit(Request(tokens=newcomer, sampling=SamplingParams(max_tokens=4, temperature=0.0)))
+        seconds = next(time.perf_counter() - started for event in came if isinstance(event, Delta))
+        came.result()
+        long.cancel()
+        for _ in long:
+            pass
+        return seconds
+
+    with mlxkv.load(EMBEDDED, cache=False, draft="off") as plain, mlxkv.load(EMBEDDED, cache=False) as drafting:
+        measured = in_turn(pairs, lambda: side(plain), lambda: side(drafting))
+    note = f"medians: without {1000 * statistics.median(a for a, _ in measured):.1f} ms, with "
+    note += f"{1000 * statistics.median(b for _, b in measured):.1f} ms"
+    name = f"first token of a late request of {n} tokens, drafts / none"
+    return judge(name, [b / a for a, b in measured], Bar(1.1, at_most=True), note)
+
+
+def family(name: str, folder: Path) -> Path:
+    """A model of the architecture with random weights, of about the demo model's size."""
+    from mlx_lm.models import falcon_h1, lfm2
+
+    common: dict[str, Any] = {
+        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 10000.0,
+    }  # fmt: skip
+    if name == "falcon_h1":
+        mamba = {"mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_ssm": 256, "mamba_d_state": 64, "mamba_n_groups": 1,
+                 "mamba_n_heads": 4, "embedding_multiplier": 1.0, "lm_head_multiplier": 1.0}  # fmt: skip
+        return random_model(folder, EMBEDDED, falcon_h1, common | mamba | {"model_type": "falcon_h1"})
+    layers = ["conv", "conv", "full_attention", "conv"] * 2
+    short = {"norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 256, "block_ff_dim": 768,
+             "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
+             "full_attn_idxs": [i for i, kind in enumerate(layers) if kind == "full_attention"]}  # fmt: skip
+    return random_model(folder, EMBEDDED, lfm2, common | short | {"model_type": "lfm2"})
+
+
+def rewind(name: str, model: Path, pairs: int, repeats: int = 30) -> Result:
+    """Both sides evaluate all that they leave. The forward that verifies is not counted: it takes the place of plain
+    steps."""
+    rt, _ = open_runtime(Options(model=model, cache_dir=None, draft="ngram"))
+    drafting = rt.drafting
+    assert drafting is not None
+    state = SequenceState.new(rt.make_cache())
+    state.reserve(1024)
+    rt.model(mx.array([[(i * 7919) % 1900 + 50 for i in range(128)]], mx.int32), cache=state.caches)
+    state.advance(128)
+    mx.eval(state.live())
+    run = Solo(rt.model, state, lambda rows: None, drafting, None)
+
+    def step() -> float:
+        started = time.perf_counter()
+        logits = run.forward(mx.array([60], mx.int32), {})
+        mx.eval(mx.argmax(logits, axis=-1), run.live())
+        return time.perf_counter() - started
+
+    def back() -> float:
+        mx.eval(run.verify(mx.array([[60, 61, 62]], mx.int32)), run.live())
+        started = time.perf_counter()
+        run.commit([1], {})
+        mx.eval(run.live())
+        return time.perf_counter() - started
+
+    def median_of(one: Callable[[], float]) -> float:
+        return statistics.median(one() for _ in range(repeats))
+
+    measured = in_turn(pairs, lambda: median_of(step), lambda: median_of(back))
+    note = f"medians: a step {1000 * statistics.median(a for a, _ in measured):.2f} ms, a rewind "
+    note += f"{1000 * statistics.median(b for _, b in measured):.2f} ms"
+    return judge(f"a rewind / a plain step, {name}", [b / a for a, b in measured], Bar(0.3, at_most=True), note)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench_mtp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="under two minutes; too few pairs for most bars")
+    parser.add_argument("--json", action="store_true", help="a last line of JSON")
+    parser.add_argument("--only", help="run only parts whose name contains this: tokens, useless, late, rewind")
+    options = parser.parse_args()
+    for name in [n for n in os.environ if n.startswith("MLXKV_") and n != "MLXKV_BLAS"]:
+        del os.environ[name]
+    pairs, step = (1, 12) if options.quick else (9, 5)
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        parts: dict[str, Callable[[], Result]] = {
+            "tokens, greedy": lambda: tokens(0.0, 1.35, pairs, step),
+            "tokens, temperature": lambda: tokens(0.7, 1.15, pairs, step),
+            "useless": lambda: useless(pairs, step),
+            "late, short": lambda: late(pairs, 48),
+            "late, long": lambda: late(pairs, 600),
+            "rewind, gated delta": lambda: rewind("gated delta rule (demo model)", EMBEDDED, pairs),
+            "rewind, Mamba-2": lambda: rewind("Mamba-2", family("falcon_h1", Path(folder) / "f"), pairs),
+            "rewind, short convolution": lambda: rewind("short convolution", family("lfm2", Path(folder) / "l"), pairs),
+        }
+        chosen = [name for name in parts if options.only is None or options.only in name]
+        if not chosen:
+            parser.error(f"no part is named {options.only}: there are {'; '.join(parts)}")
+        for name in chosen:
+            print(f"… {name}", file=sys.stderr, flush=True)
+            results.append(parts[name]())
+            mx.clear_cache()
+    return report(results, environment(ROOT), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

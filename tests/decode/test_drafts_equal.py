@@ -1,0 +1,59 @@
+"""Drafts change nothing: random requests that come and go get, each, what it gets alone and plainly, whatever is
+drafted for them and however much of it is right; and the store keeps, array by array, what plain runs keep."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests import architectures, headed
+from tests.decode.equal import KINDS, bound_of, measure, of_kind
+from tests.decode.scripted import PATTERNS, Scripted, pattern
+
+#: architecture, drafts of a cycle, how they fare
+CASES = [("qwen3_5", 3, "random"), ("gemma3_text", 2, "alternating"), ("falcon_h1", 4, "random"), ("lfm2", 8, "all")]
+
+
+def scripted(how: str, seed: str) -> Scripted:
+    return Scripted(pattern(how, random.Random(seed)), architectures.VOCAB)
+
+
+def check(report, drafter):
+    assert not report.wrong, "\n".join(report.wrong)
+    assert report.records > 10 and report.together >= 2
+    assert len(drafter.kept) > 20 and not drafter.open
+
+
+@pytest.mark.parametrize(("arch", "depth", "how"), CASES)
+def test_whatever_is_drafted(tiny_model, tmp_path, arch, depth, how):
+    drafter = scripted(how, arch)
+    report = measure(
+        tiny_model(arch),
+        tmp_path,
+        random.Random(f"{arch} drafts"),
+        requests=7,
+        bound=bound_of(arch),
+        drafter=drafter,
+        draft="ngram",
+        draft_depth=depth,
+    )
+    check(report, drafter)
+
+
+def test_a_head_that_drafts(tmp_path):
+    report = measure(headed.make(tmp_path / "model"), tmp_path, random.Random(5), requests=7, draft_depth=2)
+    assert not report.wrong, "\n".join(report.wrong)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS)[1:2])
+def test_each_kind_of_state(tmp_path, kind):
+    drafter, rng = scripted("random", kind), random.Random(f"{kind} drafts")
+    report = measure(folder=tmp_path, rng=rng, requests=7, drafter=drafter, draft="ngram", draft_depth=3,
+                     **of_kind(kind, tmp_path / "model"))  # fmt: skip
+    check(report, drafter)
+
+
+def test_patterns_are_what_they_say():
+    rights = {name: [pattern(name, random.Random(1))(4) for _ in range(3)] for name in PATTERNS}
+    assert rights["all"] == [4, 4, 4] and rights["none"] == [0, 0, 0]

@@ -1,0 +1,218 @@
+"""Late requests at every point of a cycle, alone and in bursts: by counting from the queueing, nobody waits for more
+than a forward; every stream is what it is alone; and whatever happens in whatever state, nothing is left."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from mlxkv.cache.restoring import Restoring
+from mlxkv.decode.handoff import State
+from mlxkv.decode.loop import Loop
+from mlxkv.decode.speculation import Speculation
+from mlxkv.errors import EngineError
+from tests import headed
+from tests.decode.kept import compare, kept
+from tests.decode.late import POINTS, STREAM, Company, Due, Scene, engine, left_behind, scripted, waited, watched
+from tests.decode.many import Alone, load
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return headed.make(tmp_path_factory.mktemp("late") / "model")
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    made = Alone(model, draft="off")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return scripted(random.Random(1))
+
+
+@pytest.fixture(scope="module")
+def company(alone, drafter):
+    return Company(random.Random(2), alone, drafter)
+
+
+def test_at_every_point_of_a_cycle(model, alone, company, drafter):
+    """Bursts of 1 to 6, each size at several points."""
+    with engine(model, drafter) as made, watched(made) as house:
+        for n, point in enumerate(POINTS):
+            for count in {1 + n % 6, 6 - n % 3}:
+                assert company.scene([(point, 1)] * count).play(house, alone) == [], (point, count)
+        status = made.status()
+        went = {"idle > speculating", "speculating > draining", "draining > sharing", "sharing > draining"}
+        went |= {"draining > handoff", "handoff > batched", "batched > speculating", "speculating > idle"}
+        assert went <= set(status.handoffs) and not any("recovery" in change for change in status.handoffs)
+        assert status.drafted > status.accepted > status.cycles > 50
+
+
+def test_one_after_the_other_beside_a_real_head(model, alone, company, tmp_path):
+    """Its rows are stored with the prompts, and made from hidden states of cycles, of joint steps and of chunks."""
+    asked = []
+    with engine(model, None, tmp_path / "many", prefill_chunk=None) as made, watched(made) as house:
+        for _ in range(3):
+            scene = company.anywhere(4)
+            scene.late = [(point, skip, r) for point, skip, r in scene.late if r not in asked]
+            asked += [scene.stream, *(r for *_, r in scene.late)]
+            house.begin(scene.stream, scene.numbers, scene.due(house))
+            house.finish()
+            for number, (*_, request) in zip(scene.numbers, scene.late, strict=True):
+                assert waited(house.trace, number) is not None and house.seen[number].tokens == alone(request).token_ids
+            assert house.seen[STREAM].tokens == alone(scene.stream).token_ids and not left_behind(house)
+    with load(model, tmp_path / "one", prefill_chunk=None, draft="off") as plain:
+        for request in asked:
+            plain.submit(request).result()
+    compared = compare(kept(tmp_path / "many"), kept(tmp_path / "one"))
+    assert not compared.wrong and compared.both > 0.6 * compared.either > 5
+
+
+def test_speculation_goes_on_when_the_company_has_left(model, alone, company, drafter):
+    with engine(model, drafter) as made, watched(made) as house:
+        scene = Scene(
+            company.streams[0], [("before the commit", 0, company.late[1]), ("a token is said", 3, company.late[4])]
+        )
+        assert scene.play(house, alone) == []
+        last = max(i for i, (kind, number) in enumerate(house.trace) if kind == "end" and number != STREAM)
+        joined = min(i for i, (kind, number) in enumerate(house.trace) if kind == "joins" and number != STREAM)
+        cycles = [i for i, (kind, _) in enumerate(house.trace) if kind == "cycle"]
+        assert min(cycles) < joined < last < max(cycles)
+
+
+def test_between_its_chunks_the_stream_speculates(model, alone, company, drafter):
+    """A prompt of several chunks: cycles lie between them, and none before the first."""
+    long = company.late[3]
+    with engine(model, drafter) as made, watched(made) as house:
+        assert Scene(company.streams[0], [("a turn begins", 2, long)]).play(house, alone) == []
+        queued = house.trace.index(("queued", 1))
+        chunks = [i for i, what in enumerate(house.trace) if what == ("chunk", 1)]
+        cycles = [i for i, (kind, _) in enumerate(house.trace) if kind == "cycle"]
+        assert len(chunks) >= 3 and not any(queued < i < chunks[0] for i in cycles)
+        assert all(any(a < i < b for i in cycles) for a, b in zip(chunks, chunks[1:], strict=False))
+
+
+def test_who_is_restored_or_waits_for_room_stops_nobody(model, alone, company, drafter, tmp_path, monkeypatch):
+    stream, late = company.streams[0], company.late[0]
+    with engine(model, drafter, tmp_path / "c") as made, watched(made) as house:
+        made.submit(late).result()
+        real, turns = Restoring.advance, []
+
+        def slow(restoring):
+            turns.append(1)
+            return len(turns) > 8 and real(restoring)
+
+        house.begin(stream, [1], [Due("after the step", lambda: monkeypatch.setattr(Restoring, "advance", slow)),
+                                  Due("after the step", lambda: house.queue(1, late))])  # fmt: skip
+        seen = house.finish()
+        assert seen[1].tokens == alone(late).token_ids and seen[1].completion.usage.cached_tokens > 0
+        assert seen[STREAM].tokens == alone(stream).token_ids
+        queued, came = house.trace.index(("queued", 1)), house.trace.index(("joins", 1))
+        assert sum(kind == "cycle" for kind, _ in house.trace[queued:came]) >= 4
+        assert not left_behind(house)
+    with engine(model, drafter, max_rows=1) as made, watched(made) as house:
+        house.begin(stream, [1], [Due("after the step", lambda: house.queue(1, late))])
+        seen = house.finish()
+        meanwhile = house.trace[house.trace.index(("queued", 1)) : house.trace.index(("end", STREAM))]
+        assert sum(kind == "cycle" for kind, _ in meanwhile) > 5 and ("chunk", 1) not in meanwhile
+        assert [seen[n].tokens for n in (STREAM, 1)] == [alone(r).token_ids for r in (stream, late)]
+        assert made.status().handoffs == {"idle > speculating": 2, "speculating > idle": 2} and not left_behind(house)
+
+
+def test_who_has_had_no_chunk_goes_first(model, alone, company, drafter):
+    """Whoever has fewer tokens to go: a burst that comes while another prompt is read does not wait for that."""
+    reading, *burst = company.late[0], company.late[3], company.late[5]
+    with engine(model, drafter) as made, watched(made) as house:
+        late = [("a token is said", 0, reading), *(("after the commit", 1, each) for each in burst)]
+        assert Scene(company.streams[0], late).play(house, alone) == []
+        queued = house.trace.index(("queued", 3))
+        chunks = [number for kind, number in house.trace[queued:] if kind == "chunk"]
+        assert sorted(chunks[:2]) == [2, 3] and 1 in chunks[2:]
+
+
+def test_what_is_in_flight_is_said_before_a_chunk(model, alone, company, drafter, monkeypatch):
+    """A stream whose drafts do not pay makes plain steps, and is drained all the same."""
+    monkeypatch.setattr(Speculation, "next", lambda self, rows, most: 0)
+    with engine(model, drafter) as made, watched(made) as house:
+        scene = Scene(company.streams[0], [("a turn begins", 1, company.late[n]) for n in range(4)])
+        assert scene.play(house, alone) == []
+        for number in scene.numbers:
+            between = waited(house.trace, number)
+            assert between is not None and (between["token"], between["forward"]) == (1, 0)
+        assert made.status().cycles == 0
+
+
+#: where something happens: a point, or what the handoff has just come to
+WHERE = {state: str(state) for state in State if state is not State.IDLE} | {
+    State.SPECULATING: "before the verification"
+}
+
+
+def happens(house, what):
+    if what == "fails":
+        house.error = ValueError("it failed")
+    elif what == "shut down":
+        house.engine.close()
+    else:
+        leave = {"the stream leaves": (STREAM,), "newcomers leave": (1, 2), "all leave": (STREAM, 1, 2)}[what]
+        for number in leave:
+            if number in house.tickets:
+                house.tickets[number].cancel()
+
+
+def disturbed(house, alone, company, state, what):
+    """A stream and two newcomers, one of which is read in several chunks; ``what`` happens in ``state``."""
+    asked = [company.streams[1], company.late[3], company.late[2]]
+    scene = Scene(asked[0], [("a token is said", 1, each) for each in asked[1:]])
+    numbers, due = scene.numbers, scene.due(house)
+    if state is State.SPECULATING:  # before anybody comes
+        numbers, due = [], []
+    elif state is State.RECOVERY:  # to come there, somebody leaves first
+        due.append(Due(str(State.DRAINING), lambda: house.tickets[1].cancel()))
+    due.append(Due(WHERE[state], lambda: happens(house, what)))
+    house.begin(scene.stream, numbers, due)
+    for number, got in house.finish().items():
+        right = alone(asked[number]).token_ids
+        assert got.ended and got.tokens == right[: len(got.tokens)]
+        if got.error is not None:
+            assert isinstance(got.error, EngineError) and (what in ("fails", "shut down") or not got.events)
+        else:
+            assert got.completion.finish_reason == "cancelled" or got.tokens == right
+    assert all(each.done for each in due)
+    assert left_behind(house) == []
+
+
+WHATS = ("the stream leaves", "newcomers leave", "all leave", "fails")
+
+
+def test_whatever_happens_in_whatever_state(model, alone, company, drafter):
+    with engine(model, drafter) as made, watched(made) as house:
+        for state, what in product(WHERE, WHATS):
+            disturbed(house, alone, company, state, what)
+            made.inspect(Loop.check_integrity)
+        assert made.health().ok and made.status().handoffs["recovery > speculating"] > 0
+        assert company.scene([("after the commit", 0)] * 3).play(house, alone) == []
+
+
+@pytest.mark.parametrize("state", WHERE)
+def test_shut_down_in_whatever_state(model, alone, company, drafter, state):
+    with engine(model, drafter) as made, watched(made) as house:
+        disturbed(house, alone, company, state, "shut down")
+        made.close()
+        assert left_behind(house) == [] and made.status().active == 0
+        assert made.status().memory["caches"] == 0
+
+
+def test_without_a_drafter_nothing_is_handed_over(model, alone, company):
+    with load(model, None, draft="off") as made, watched(made) as house:
+        scene = company.scene([("after the step", 1)] * 3)
+        house.begin(scene.stream, scene.numbers, scene.due(house))
+        house.finish()
+        status = made.status()
+        assert (status.handoff, status.handoffs, status.cycles, status.drafted) == ("idle", {}, 0, 0)
