@@ -12,6 +12,7 @@ Parts, and what each compares (docs/results/README.md says which promise each on
   many       every architecture and state kind: random requests that come and go all at once, against each alone
   cancels    500 requests given up anywhere: nothing is left of them, and a retry is cheap
   rows       batches whose rows draft, of every architecture and cache class; against single steps
+  late       streams that speculate, and requests that come at random points of their cycles
   words      16 conversations at once, each with a word of its own, with evictions and disk loads under way
   histories  random store, look up, extend, branch, evict, damage, restart; against a model that remembers everything
   flips      flipped bytes of the index (--complete: every one)
@@ -52,7 +53,7 @@ import numpy as np  # isort: skip
 
 from soaks import faults, legacy  # isort: skip
 from soaks.budget import budget  # isort: skip
-from soaks.many import cancels, many, words  # isort: skip
+from soaks.many import cancels, late, many, words  # isort: skip
 from soaks.prompts import prompts  # isort: skip
 from soaks.rows import rows  # isort: skip
 from soaks.equality import equality  # isort: skip
@@ -198,7 +199,7 @@ def model(folder: Path, arch: str) -> Path:
 
 
 MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
-    f.__name__: f for f in (equality, restores, damage, kills, budget, prompts, many, cancels, words, rows)
+    f.__name__: f for f in (equality, restores, damage, kills, budget, prompts, many, cancels, late, words, rows)
 }
 FAULTS = {f.__name__: f for f in (*faults.PARTS, *legacy.PARTS)}
 PARTS = [*FAULTS, *MODELS]
