@@ -271,7 +271,7 @@ class Depth:
 
     def next(self, rows: Sequence[History], most: int | None = None) -> int:
         """Drafts for the next cycle of a group of these rows; 0: a plain step. ``most``: what is left of their answers
-        and their room allow (``drafts_left``)."""
+        and their room allow."""
         limit = self.most if self.fixed is None else self.fixed
         limit = limit if most is None else max(0, min(limit, most))
         if self.fixed is not None or not limit or not rows:
@@ -389,11 +389,6 @@ class Depth:
         course = self._course(rows)
         course.silent, course.quiet = course.quiet, min(QUIETEST, 2 * course.quiet)
 
-    def paid(self, rows: Sequence[History], seconds: float) -> None:
-        """Spent for being able to draft: to catch a drafter up with its sequence."""
-        if plain := self._costs_of(len(rows)).plain:
-            self._pay(seconds / plain)
-
     def _pay(self, steps: float) -> None:
         self.allowance = max(-ALLOWANCE, min(ALLOWANCE, self.allowance - steps))
 
@@ -418,9 +413,3 @@ class Depth:
 
     def _course(self, rows: Sequence[History]) -> Course:
         return rows[0].course if len(rows) == 1 else self._courses.setdefault(len(rows), Course())
-
-
-def drafts_left(left: Sequence[int], room: Sequence[int]) -> int:
-    """Drafts that are of use to some row, and that all have room for. left: tokens that each may still sample; room:
-    rows that each still has up to the context length (a large number where there is none)."""
-    return max(0, min(max(left, default=1), min(room, default=1)) - 1)

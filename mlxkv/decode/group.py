@@ -210,9 +210,10 @@ class Group:
                 return ended
         if self._speculation is None:
             return self._plain()
-        rows, started = dict(self.rows), time.perf_counter()
+        rows, whole, started = dict(self.rows), self._sampled is not None, time.perf_counter()
         ended = self._plain()
-        self._speculation.stepped(rows, time.perf_counter() - started)
+        # a first one only submits, a last one only reads: neither is a measure
+        self._speculation.stepped(rows, time.perf_counter() - started if whole and not ended else 0.0)
         return ended
 
     def _plain(self) -> list[Ended]:
