@@ -112,7 +112,8 @@ def test_who_is_restored_or_waits_for_room_stops_nobody(model, alone, company, d
         house.begin(stream, [1], [Due("after the step", lambda: monkeypatch.setattr(Restoring, "advance", slow)),
                                   Due("after the step", lambda: house.queue(1, late))])  # fmt: skip
         seen = house.finish()
-        assert seen[1].tokens == alone(late).token_ids and seen[1].completion.usage.cached_tokens > 0
+        done = seen[1].completion
+        assert done is not None and done.token_ids == alone(late).token_ids and done.usage.cached_tokens > 0
         assert seen[STREAM].tokens == alone(stream).token_ids
         queued, came = house.trace.index(("queued", 1)), house.trace.index(("joins", 1))
         assert sum(kind == "cycle" for kind, _ in house.trace[queued:came]) >= 4
@@ -218,6 +219,37 @@ def test_shut_down_in_whatever_state(model, alone, company, drafter, state):
         made.close()
         assert left_behind(house) == [] and made.status().active == 0
         assert made.status().memory["caches"] == 0
+
+
+@pytest.mark.parametrize("what", [*WHATS, "shut down"])
+def test_nothing_is_left_of_who_is_being_restored(model, alone, company, drafter, tmp_path, monkeypatch, what):
+    stream, late = company.streams[0], company.late[0]
+    with engine(model, drafter, tmp_path) as made, watched(made) as house:
+        made.submit(late).result()
+        restores = made.inspect(lambda loop: loop.rt.store.restores)
+        real, turns = Restoring.advance, []
+
+        def slow(restoring):
+            if restoring._tokens != late.tokens:  # the stream's own
+                return real(restoring)
+            turns.append(restores.under_way)
+            return len(turns) > 8 and real(restoring)
+
+        monkeypatch.setattr(Restoring, "advance", slow)
+        monkeypatch.setattr("mlxkv.cache.restoring.AT_ONCE", -1)  # by other threads, however little it is
+        due = [Due("a token is said", lambda: house.queue(1, late)),
+               Due("before the verification", lambda: happens(house, what), 3)]  # fmt: skip
+        house.begin(stream, [1], due)
+        seen = house.finish()
+        if what == "shut down":
+            made.close()
+        assert turns[:2] == [1, 1] and due[-1].done and all(got.ended for got in seen.values())
+        for number, request in ((STREAM, stream), (1, late)):
+            right, got = alone(request).token_ids, seen[number]
+            assert got.tokens == right[: len(got.tokens)]
+            if what == ("newcomers leave" if number == STREAM else "the stream leaves"):
+                assert got.tokens == right
+        assert restores.under_way == 0 and left_behind(house) == []
 
 
 def test_without_a_drafter_nothing_is_handed_over(model, alone, company):
