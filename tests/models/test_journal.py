@@ -132,11 +132,16 @@ def test_rows_of_a_batch_keep_different_numbers(layer, width, before):
 
 
 @pytest.mark.skipif(numerics.current().device != "cpu", reason="layers for the CPU")
-@pytest.mark.parametrize(("arch", "before", "width"), [("qwen3_5", 0, 3), ("qwen3_next", 7, 9)])
+@pytest.mark.parametrize(
+    ("arch", "before", "width"),
+    [("qwen3_5", 0, 3), ("qwen3_next", 7, 9), ("falcon_h1", 0, 3), ("nemotron_h", 7, 9), ("granitemoehybrid", 2, 2),
+     ("mamba2", 5, 4), ("plamo2", 3, 8)],
+)  # fmt: skip
 def test_the_fast_rule_of_the_cpu_is_mlx_lms_within_its_bound(arch, before, width):
     plain, mine = tiny.build(arch)[0], tiny.build(arch)[0]
     fast.accelerate(mine)
     shared, _ = spans.install(mine)
+    shared.few = True
     name = next(name for name, each in plain.named_modules() if type(each) in FORMS)
     own, ours = dict(plain.named_modules())[name], dict(mine.named_modules())[name]
     start = begun(own, 2, 3, before, 1)
