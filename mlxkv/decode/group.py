@@ -181,6 +181,11 @@ class Group:
         """Its next step may be a cycle."""
         return self._speculation is not None and self.executor.widest() > 1
 
+    @property
+    def flies(self) -> bool:
+        """Tokens are in flight."""
+        return self._sampled is not None
+
     def drain(self) -> list[Ended]:
         """Nothing is drafted or in flight afterwards, and the state of each row stands at committed − 1; who ended."""
         return self.settle()

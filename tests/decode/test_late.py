@@ -9,14 +9,17 @@ from itertools import product
 import pytest
 
 from mlxkv.cache.restoring import Restoring
+from mlxkv.decode import seats
 from mlxkv.decode.handoff import State
 from mlxkv.decode.loop import Loop
+from mlxkv.decode.seats import Seats
 from mlxkv.decode.speculation import Speculation
 from mlxkv.errors import EngineError
-from tests import headed
+from tests import architectures, headed, tiny
 from tests.decode.kept import compare, kept
 from tests.decode.late import POINTS, STREAM, Company, Due, Scene, engine, left_behind, scripted, waited, watched
-from tests.decode.many import Alone, load
+from tests.decode.many import Alone, ask, load
+from tests.decode.scripted import Scripted, pattern
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +161,45 @@ def test_what_is_in_flight_is_said_before_a_chunk(model, alone, company, drafter
             between = waited(house.trace, number)
             assert between is not None and (between["token"], between["forward"]) == (1, 0)
         assert made.status().cycles == 0
+
+
+def test_a_batch_that_is_made_longer_says_no_more_than_a_run(model, alone, company, monkeypatch):
+    """Tokens in flight are read before its columns are copied; whoever comes just then waits for no cycle besides."""
+
+    class EveryOther(Scripted):
+        turns = 0
+
+        def propose(self, round, k):
+            self.turns += 1
+            return super().propose(round, k) if self.turns % 2 else None
+
+    monkeypatch.setattr(seats, "OPEN_END", 16)
+    look_ahead, depth, came = Seats._look_ahead, 3, 0
+    stream, beside = ask(tiny.ids(220, seed=1), 60), ask(tiny.ids(12, seed=2), 60)
+    late = company.late[4]
+    drafter = EveryOther(pattern("all", random.Random(1)), architectures.VOCAB)
+    drafter.learn([*(r.tokens or []), *alone(r).token_ids] for r in (stream, beside, late))
+    with engine(model, drafter) as made, watched(made) as house:
+
+        def looking(self, group):
+            nonlocal came
+            flew, capacity = group.flies, group.batch.capacity
+            before = len(house.trace)
+            look_ahead(self, group)
+            if flew and group.batch.capacity > capacity and not came:
+                came = 2  # as if it had been queued before anything was said
+                house.queue(came, late)
+                house.trace.insert(before, house.trace.pop())
+
+        monkeypatch.setattr(Seats, "_look_ahead", looking)
+        house.begin(stream, [1, 2], [Due("a token is said", lambda: house.queue(1, beside))])
+        house.until(lambda: house.seen[STREAM].ended or came == 2)
+        assert came == 2
+        seen = house.finish()
+        between = waited(house.trace, 2)
+        assert between is not None and between["token"] <= depth + 1
+        assert [seen[n].tokens for n in (STREAM, 1, 2)] == [alone(r).token_ids for r in (stream, beside, late)]
+        assert not left_behind(house)
 
 
 #: where something happens: a point, or what the handoff has just come to
