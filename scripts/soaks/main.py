@@ -11,6 +11,8 @@ Parts, and what each compares (docs/results/README.md says which promise each on
   prompts    prompt caches that mlx-lm saves, of every architecture and older forms, imported; against cold runs
   many       every architecture and state kind: random requests that come and go all at once, against each alone
   cancels    500 requests given up anywhere: nothing is left of them, and a retry is cheap
+  drafts     every architecture whose state can be taken back, depths 1 to 8, drafts that are all, never, now and then
+             right: as many, and after each cycle every array; against plain runs (--complete: every combination)
   rows       batches whose rows draft, of every architecture and cache class; against single steps
   late       streams that speculate, and requests that come at random points of their cycles
   words      16 conversations at once, each with a word of its own, with evictions and disk loads under way
@@ -53,6 +55,7 @@ import numpy as np  # isort: skip
 
 from soaks import faults, legacy  # isort: skip
 from soaks.budget import budget  # isort: skip
+from soaks.drafts import drafts  # isort: skip
 from soaks.many import cancels, late, many, words  # isort: skip
 from soaks.prompts import prompts  # isort: skip
 from soaks.rows import rows  # isort: skip
@@ -199,7 +202,8 @@ def model(folder: Path, arch: str) -> Path:
 
 
 MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
-    f.__name__: f for f in (equality, restores, damage, kills, budget, prompts, many, cancels, late, words, rows)
+    f.__name__: f
+    for f in (equality, restores, damage, kills, budget, prompts, many, cancels, words, drafts, rows, late)
 }
 FAULTS = {f.__name__: f for f in (*faults.PARTS, *legacy.PARTS)}
 PARTS = [*FAULTS, *MODELS]
@@ -239,7 +243,7 @@ def main() -> int:
                 task = faults.Task(seed, each, options.complete, *options.share, options.first)
                 found: dict[str, Any] = {"attempts": FAULTS[name](task), "wrong": []}
             else:
-                endless = options.complete and name in ("equality", "many")
+                endless = options.complete and name in ("equality", "many", "drafts")
                 with scratch() as folder:
                     found = asdict(MODELS[name](folder, random.Random(f"{seed} {name}"), math.inf if endless else each))
         except Exception:

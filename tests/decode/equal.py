@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlxkv.decode.request import Completion, Delta, Request
+from mlxkv.decode.runtime import Runtime
 from tests import tiny
-from tests.architectures import MORE_INEXACT
+from tests.architectures import DRAFTS_INEXACT, MORE_INEXACT
 from tests.cache.test_equality import INEXACT as SUITE_INEXACT
 from tests.decode.kept import compare, kept
 from tests.decode.many import Alone, Outcome, Planned, ask, changed, drive, load, schedule, with_caches, wrong_with
 from tests.decode.scripted import Scripted, drafted_by
 from tests.decode.stories import Stories
+from tests.decode.witness import Witness, witnessed
 
 INEXACT = SUITE_INEXACT | MORE_INEXACT
 #: where sums depend on how a prompt was cut, states may differ by as much more than logits do
@@ -47,8 +48,8 @@ def of_kind(kind: str, folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Report:
-    """``together``: the most requests that were between their first and their last token at the same time. ``wrong``
-    must stay empty."""
+    """``together``: the most requests that were between their first and their last token at the same time. ``cycles``:
+    after which it was looked where rows stand, and states that were ``compared`` then. ``wrong`` must stay empty."""
 
     asked: int = 0
     given_up: int = 0
@@ -57,11 +58,18 @@ class Report:
     records: int = 0
     shared: float = 0.0
     worst: float = 0.0
+    cycles: int = 0
+    compared: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
 def bound_of(arch: str) -> float:
     return INEXACT.get(arch, (0.0, ""))[0]
+
+
+def drafts_bound_of(arch: str) -> float:
+    """As ``bound_of``, where drafts are verified."""
+    return max(bound_of(arch), DRAFTS_INEXACT.get(arch, (0.0, ""))[0])
 
 
 def measure(
@@ -74,12 +82,15 @@ def measure(
     make_cache: Callable[[], list[Any]] | None = None,
     short: int | None = None,
     drafter: Scripted | None = None,
+    ladder: int | None = None,
+    folders: Sequence[str | None] = (None, "many"),
     **options: Any,
 ) -> Report:
     """``bound``: how far logits of this model may be off after other cuts; ``make_cache``: other caches than the
     model's own; ``short``: tokens of the longest prompt; ``drafter``: drafts for the engine that has them all, where
-    its ``options`` say that something drafts."""
-    found = Report()
+    its ``options`` say that something drafts; ``ladder``: the first rung, where states of answers are kept;
+    ``folders``: of the stores of runs, None for one without, the last of them "many"."""
+    found, witness = Report(), Witness(random.Random(requests), bound * DEEPER)
     step = 1 + (options.get("draft_depth") or 8)
     with with_caches(make_cache):
         alone = Alone(model)
@@ -87,10 +98,13 @@ def measure(
             asked = Stories(rng, alone, *((short, 0) if short else ())).take(requests)
             if drafter is not None:
                 drafter.learn([[*(each.tokens or []), *alone(each).token_ids] for each in asked])
-            for cache_dir in (None, folder / "many"):
+            for cache_dir in (folder / name if name else None for name in folders):
                 plan = schedule(rng, asked, cancelled=0.4)
-                scripted = changed(drafted_by(drafter)) if drafter is not None else nullcontext()
-                with scripted, load(model, cache_dir, **options) as engine:
+                with (
+                    changed(runtimes(ladder, drafter)),
+                    witnessed(witness),
+                    load(model, cache_dir, **options) as engine,
+                ):
                     outcomes = drive(engine, plan)
                 where = "without a store" if cache_dir is None else "with a store"
                 judge(found, where, plan, outcomes, [alone(each) for each in asked], bound, step)
@@ -98,16 +112,28 @@ def measure(
             with load(model, folder / "many", draft="off") as engine:
                 for each in [] if short else asked[::2]:
                     again(found, each, alone, lambda request: engine.submit(request).result())
-            with load(model, folder / "one", prefill_chunk=None, draft="off") as engine:
+            with changed(runtimes(ladder)), load(model, folder / "one", prefill_chunk=None, draft="off") as engine:
                 for each in asked:
                     engine.submit(each).result()
             compared = compare(many, kept(folder / "one"), bound * DEEPER)
         finally:
             alone.close()
-    found.wrong += compared.wrong
-    found.records, found.worst = compared.both, compared.worst
+    found.wrong += [*compared.wrong, *witness.wrong]
+    found.records, found.worst = compared.both, max(compared.worst, witness.worst)
+    found.cycles, found.compared = witness.cycles, witness.compared
     found.shared = compared.both / max(1, compared.either)
     return found
+
+
+def runtimes(ladder: int | None, drafter: Scripted | None = None) -> Callable[[Runtime], Runtime]:
+    """What is made of an engine's runtime."""
+
+    def change(rt: Runtime) -> Runtime:
+        if drafter is not None:
+            rt = drafted_by(drafter)(rt)
+        return rt if ladder is None else replace(rt, ladder=ladder)
+
+    return change
 
 
 def judge(

@@ -80,6 +80,26 @@ class Twin:
         return other
 
 
+def farthest(mine: Any, theirs: SequenceState) -> float:
+    """The largest difference of any array that the store may ask of either state, which have the same members."""
+    worst = 0.0
+    mine.catch_up()
+    theirs.catch_up()
+    for a, b in zip(mine.members, theirs.members or (), strict=True):
+        assert (a.path, a.kind, a.record, a.params()) == (b.path, b.kind, b.record, b.params())
+        assert (a.window(), a.keep(), a.packable) == (b.window(), b.keep(), b.packable)
+        assert a.position in (None, theirs.position)
+        if a.record == "state":
+            mine_arrays, their_arrays = a.arrays(), b.arrays()
+        else:
+            p, window = theirs.position, b.window()
+            first = 0 if window is None or p <= window + b.keep() else p - window  # what the store may ask for
+            mine_arrays, their_arrays = a.rows(first, p), b.rows(first, p)
+        assert mine_arrays.keys() == their_arrays.keys()
+        worst = max([worst, *(apart(mine_arrays[name], array) for name, array in their_arrays.items())])
+    return worst
+
+
 def copied(held: Any) -> Any:
     """The same tree with other arrays."""
     if isinstance(held, mx.array):
@@ -257,21 +277,7 @@ class Schedule:
         self._states(row, self.twins[slot].state)
 
     def _states(self, mine: Any, theirs: SequenceState) -> None:
-        mine.catch_up()
-        theirs.catch_up()
-        for a, b in zip(mine.members, theirs.members or (), strict=True):
-            assert (a.path, a.kind, a.record, a.params()) == (b.path, b.kind, b.record, b.params())
-            assert (a.window(), a.keep(), a.packable) == (b.window(), b.keep(), b.packable)
-            assert a.position in (None, theirs.position)
-            if a.record == "state":
-                mine_arrays, their_arrays = a.arrays(), b.arrays()
-            else:
-                p, window = theirs.position, b.window()
-                first = 0 if window is None or p <= window + b.keep() else p - window  # what the store may ask for
-                mine_arrays, their_arrays = a.rows(first, p), b.rows(first, p)
-            assert mine_arrays.keys() == their_arrays.keys()
-            for name, array in their_arrays.items():
-                self._seen(mine_arrays[name], array)
+        self.worst = max(self.worst, farthest(mine, theirs))
 
     def _seen(self, mine: mx.array, theirs: mx.array) -> None:
         self.worst = max(self.worst, apart(mine, theirs))
