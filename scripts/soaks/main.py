@@ -13,8 +13,13 @@ Parts, and what each compares (docs/results/README.md says which promise each on
   cancels    500 requests given up anywhere: nothing is left of them, and a retry is cheap
   drafts     every architecture whose state can be taken back, depths 1 to 8, drafts that are all, never, now and then
              right: as many, and after each cycle every array; against plain runs (--complete: every combination)
+  late       requests that come at every point of a cycle, in bursts of 1 to 6, and whatever may happen in every state of
+             the handoff, of several architectures and depths: counts from the queueing, every stream against its solo run
+  distribution
+             what is said at a temperature with drafts: 50,000 texts a rule, then texts of engines of several
+             architectures and depths; against plain sampling (--complete: 50,000 texts of engines)
   rows       batches whose rows draft, of every architecture and cache class; against single steps
-  late       streams that speculate, and requests that come at random points of their cycles
+  arrivals   every architecture that can draft: streams, and requests that come at random points of their cycles
   words      16 conversations at once, each with a word of its own, with evictions and disk loads under way
   histories  random store, look up, extend, branch, evict, damage, restart; against a model that remembers everything
   flips      flipped bytes of the index (--complete: every one)
@@ -55,8 +60,10 @@ import numpy as np  # isort: skip
 
 from soaks import faults, legacy  # isort: skip
 from soaks.budget import budget  # isort: skip
+from soaks.distribution import distribution  # isort: skip
 from soaks.drafts import drafts  # isort: skip
-from soaks.many import cancels, late, many, words  # isort: skip
+from soaks.late import late  # isort: skip
+from soaks.many import arrivals, cancels, many, words  # isort: skip
 from soaks.prompts import prompts  # isort: skip
 from soaks.rows import rows  # isort: skip
 from soaks.equality import equality  # isort: skip
@@ -203,7 +210,22 @@ def model(folder: Path, arch: str) -> Path:
 
 MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
     f.__name__: f
-    for f in (equality, restores, damage, kills, budget, prompts, many, cancels, words, drafts, rows, late)
+    for f in (
+        equality,
+        restores,
+        damage,
+        kills,
+        budget,
+        prompts,
+        many,
+        cancels,
+        words,
+        drafts,
+        late,
+        arrivals,
+        distribution,
+        rows,
+    )
 }
 FAULTS = {f.__name__: f for f in (*faults.PARTS, *legacy.PARTS)}
 PARTS = [*FAULTS, *MODELS]
@@ -243,7 +265,7 @@ def main() -> int:
                 task = faults.Task(seed, each, options.complete, *options.share, options.first)
                 found: dict[str, Any] = {"attempts": FAULTS[name](task), "wrong": []}
             else:
-                endless = options.complete and name in ("equality", "many", "drafts")
+                endless = options.complete and name in ("equality", "many", "drafts", "distribution")
                 with scratch() as folder:
                     found = asdict(MODELS[name](folder, random.Random(f"{seed} {name}"), math.inf if endless else each))
         except Exception:

@@ -101,7 +101,7 @@ def cancels(folder: Path, rng: random.Random, seconds: float) -> Cancels:
 
 
 @dataclass
-class Late:
+class Arrivals:
     """``came``: requests that were queued at a point of a cycle; ``skipped``: models nothing can be drafted with.
     ``wrong`` must stay empty."""
 
@@ -114,21 +114,21 @@ class Late:
     wrong: list[str] = field(default_factory=list)
 
 
-def late(folder: Path, rng: random.Random, seconds: float) -> Late:
+def arrivals(folder: Path, rng: random.Random, seconds: float) -> Arrivals:
     """Streams that speculate, 1 to 8 drafts deep, of every architecture that can, and up to six that come at random
     points of their cycles: nobody waits for more than a forward, all are what they are alone, and nothing is left."""
-    result, until = Late(), time.monotonic() + seconds
+    result, until = Arrivals(), time.monotonic() + seconds
     archs = [*tiny.ARCHS, *tiny.MORE_ARCHS, "a head"]
     while not result.scenes or time.monotonic() < until:
         for arch in rng.sample(archs, len(archs)):
             if arch not in result.skipped:
-                _scenes(result, arch, folder / f"late-{arch}", rng)
+                _scenes(result, arch, folder / f"arrivals-{arch}", rng)
             if result.scenes and time.monotonic() > until:
                 break
     return result
 
 
-def _scenes(result: Late, arch: str, where: Path, rng: random.Random, count: int = 12) -> None:
+def _scenes(result: Arrivals, arch: str, where: Path, rng: random.Random, count: int = 12) -> None:
     model = where if where.exists() else headed.make(where) if arch == "a head" else tiny.make(arch, where)
     depth, seed = rng.randint(1, 8), rng.randrange(1 << 32)
     random_ = random.Random(seed)

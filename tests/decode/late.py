@@ -273,10 +273,16 @@ class Company:
     seed. A few of each, so that ``alone`` answers each once; ``drafter`` knows the answers."""
 
     def __init__(
-        self, rng: random.Random, alone: Callable[[Request], Completion], drafter: Scripted | None, few: int = 3
+        self,
+        rng: random.Random,
+        alone: Callable[[Request], Completion],
+        drafter: Scripted | None,
+        few: int = 3,
+        long: int = LONG,
     ) -> None:
+        """``long``: tokens of a stream, enough for all that is to happen in it."""
         self.rng = rng
-        self.streams = [self._one(n, LONG) for n in (5, 30, 18)[:few]]
+        self.streams = [self._one(n, long) for n in (5, 30, 18)[:few]]
         self.late = [
             self._one(n, answer) for n, answer in zip((40, 4, 14, 70, 5, 33), (6, 1, 12, 5, 9, 2), strict=True)
         ]
