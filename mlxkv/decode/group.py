@@ -250,8 +250,10 @@ class Group:
     # speculation
 
     def _drafts(self) -> int:
-        """How many tokens to draft for each row now; 0: a plain step is made. First tokens are not waited for."""
-        if not self.speculates or any(not row.sequence.sampled for row in self.rows.values()):
+        """How many tokens to draft for each row now; 0: a plain step is made. First tokens do not wait for drafts."""
+        if not self.speculates:
+            return 0
+        if self._sampled is None and any(not row.sequence.sampled for row in self.rows.values()):
             return 0
         assert self._speculation is not None
         left = max(row.sequence.limit - len(row.sequence.sampled) for row in self.rows.values())
