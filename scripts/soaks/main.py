@@ -14,7 +14,7 @@ Parts, and what each compares (docs/results/README.md says which promise each on
   drafts     every architecture whose state can be taken back, depths 1 to 8, drafts that are all, never, now and then
              right: as many, and after each cycle every array; against plain runs (--complete: every combination)
   late       requests that come at every point of a cycle, in bursts of 1 to 6, and whatever may happen in every state
-             of the handoff, of several architectures and depths: counts from the queueing, each against its solo run
+             of the handoff, of several architectures and depths: counts from the queueing, streams against solo runs
   distribution
              what is said at a temperature with drafts: 50,000 texts a rule, then texts of engines of several
              architectures and depths; against plain sampling (--complete: 50,000 texts of engines)

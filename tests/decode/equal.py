@@ -83,13 +83,13 @@ def measure(
     short: int | None = None,
     drafter: Scripted | None = None,
     ladder: int | None = None,
-    folders: Sequence[str | None] = (None, "many"),
+    thin: bool = False,
     **options: Any,
 ) -> Report:
     """``bound``: how far logits of this model may be off after other cuts; ``make_cache``: other caches than the
     model's own; ``short``: tokens of the longest prompt; ``drafter``: drafts for the engine that has them all, where
     its ``options`` say that something drafts; ``ladder``: the first rung, where states of answers are kept;
-    ``folders``: of the stores of runs, None for one without, the last of them "many"."""
+    ``thin``: not without a store too, and nothing is asked again."""
     found, witness = Report(), Witness(random.Random(requests), bound * DEEPER)
     step = 1 + (options.get("draft_depth") or 8)
     with with_caches(make_cache):
@@ -98,7 +98,7 @@ def measure(
             asked = Stories(rng, alone, *((short, 0) if short else ())).take(requests)
             if drafter is not None:
                 drafter.learn([[*(each.tokens or []), *alone(each).token_ids] for each in asked])
-            for cache_dir in (folder / name if name else None for name in folders):
+            for cache_dir in (None, folder / "many")[thin:]:
                 plan = schedule(rng, asked, cancelled=0.4)
                 with (
                     changed(runtimes(ladder, drafter)),
@@ -109,9 +109,10 @@ def measure(
                 where = "without a store" if cache_dir is None else "with a store"
                 judge(found, where, plan, outcomes, [alone(each) for each in asked], bound, step)
             many = kept(folder / "many")
-            with load(model, folder / "many", draft="off") as engine:
-                for each in [] if short else asked[::2]:
-                    again(found, each, alone, lambda request: engine.submit(request).result())
+            if not (thin or short):
+                with load(model, folder / "many", draft="off") as engine:
+                    for each in asked[::2]:
+                        again(found, each, alone, lambda request: engine.submit(request).result())
             with changed(runtimes(ladder)), load(model, folder / "one", prefill_chunk=None, draft="off") as engine:
                 for each in asked:
                     engine.submit(each).result()
