@@ -288,7 +288,7 @@ class Group:
             mx.async_eval(*(a for v in verdicts.values() for a in v.live()), *run.live())
             said, ended, kept = self._accept({slot: v.read() for slot, v in verdicts.items()})
         finally:
-            speculation.committed(proposal, kept)
+            speculation.committed(rows, proposal, kept)
         self._say(said)
         wanted = {slot: at for slot, n in before.items() if (at := self._rung_in(slot, n, kept[slot])) is not None}
         run.commit([kept.get(slot, 0) for slot in range(run.slots)], wanted)
