@@ -471,5 +471,7 @@ DRAFTS_INEXACT = {
         "deepseek_v3": (1e-5, "4.1e-6"),
         "deepseek_v32": (2e-5, "8.4e-6"),
         "longcat_flash": (5e-5, "1.9e-5"),
+        "bailing_moe_v3": (1e-5, "1.9e-6"),
+        "kimi_k3": (1e-5, "9.9e-7"),
     }.items()
 }

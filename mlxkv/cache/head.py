@@ -170,7 +170,7 @@ class _HeadMember(Member):
         if n:
             raise PositionError(f"Member {self.label} cannot go back without its hidden states.")
 
-    def commit(self, kept: int, width: int, replay: Any) -> None:
+    def commit(self, kept: int, width: int, replay: Any = None) -> None:
         """Nothing: the hidden states that are kept say which rows there will be."""
 
     def most_drafts(self) -> int | None:
@@ -242,7 +242,7 @@ class HeadHidden(_HeadMember):
     def put_back(self, held: Any) -> None:
         self.cache.seen, self.cache.start, self.cache.tokens, self.cache.hidden = held
 
-    def commit(self, kept: int, width: int, replay: Any) -> None:
+    def commit(self, kept: int, width: int, replay: Any = None) -> None:
         self.cache.commit(kept, width)
 
     def resume(self, arrays: Arrays, position: int) -> None:

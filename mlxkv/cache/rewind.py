@@ -32,6 +32,14 @@ def why_not(members: Sequence[Member] | None, journal: Covers | None = None) -> 
     return None
 
 
+def runs_again(members: Sequence[Member] | None, journal: Covers | None = None) -> bool:
+    """Whether tokens can be taken back at the price of another forward: recurrent layers without a journal are put back
+    to where they stood before, and all others forget rows. A ring cannot: its root has overwritten a row."""
+    stuck = [m for m in members or () if most_drafts(m, journal) == 0]
+    rest = [m for m in members or () if m not in stuck]
+    return bool(stuck) and all(m.kind == "recurrent" for m in stuck) and all(m.most_drafts() is None for m in rest)
+
+
 def _said(member: Member) -> str:
     if member.kind == "window":
         return f"a window of {member.window()} rows without spare ones, and would have overwritten what comes back"

@@ -51,6 +51,22 @@ class SequenceState:
         self.position -= width - kept
         self._check()
 
+    def recurrent(self) -> list[Any]:
+        """Handles on the recurrent states, for ``undo``."""
+        return [m.hold() for m in self.members or () if m.kind == "recurrent"]
+
+    def undo(self, width: int, recurrent: list[Any]) -> None:
+        """The last forward, over ``width`` tokens, never was; ``recurrent``: what the method of that name gave before
+        it. For states all of whose other members forget rows. Raises PositionError where one cannot."""
+        held = iter(recurrent)
+        for member in self.members or ():
+            if member.kind == "recurrent":
+                member.put_back(next(held))
+            else:
+                member.commit(0, width)
+        self.position -= width
+        self._check()
+
     def _check(self) -> None:
         for member in self.members or ():
             if member.position is not None and member.position != self.position:

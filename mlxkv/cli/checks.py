@@ -304,20 +304,21 @@ def _drafts(settings: Settings, network: Any, config: dict[str, Any], found: Fou
     stuck = [member for member in state.members or () if most_drafts(member, journal) == 0]
     head = None if found.usable else found.reason or "the checkpoint has no multi-token-prediction head"
     try:
-        name, why = choose(Options(model="", **wanted), head=head, rewinds=rewinds.why_not)
-        if name != "off":
+        name, why = choose(Options(model="", **wanted), head=head, rewinds=rewinds)
+        if name != "off" and not rewinds.again:
             check_drafts(state.members or [], settings.draft_depth or 1, journal)
     except ConfigError as error:
         return Check("drafts", "fail", error.message + _layers(stuck), error.cure)
     if name == "off":
-        other = "" if stuck or settings.draft == "off" else "; --draft ngram or --draft-model would"
+        other = "" if rewinds.why_not or settings.draft == "off" else "; --draft ngram or --draft-model would"
         return Check("drafts", "ok", f"none: {why}{other}{_layers(stuck)}")
     most = deepest(group_size(config), rewinds.most)
     if name == "mtp" and found.most_drafts is not None:
         most = min(most, found.most_drafts)
     who = {"mtp": "by its own head", "ngram": "by look-up in the text", "model": f"by {settings.draft_model}"}[name]
     many = f"{settings.draft_depth} at a time" if settings.draft_depth else f"1 to {most} at a time, as many as pay"
-    return Check("drafts", "ok", f"{who}, {many}")
+    slow = f"; accepted tokens are run again{_layers(stuck)}" if rewinds.again else ""
+    return Check("drafts", "ok", f"{who}, {many}{slow}")
 
 
 def _layers(stuck: Sequence[Any]) -> str:

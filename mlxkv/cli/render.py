@@ -187,6 +187,8 @@ def stats_line(completion: Completion) -> str:
     ]
     if usage.completion_tokens:
         parts.append(f"first token after {timings.ttft_s:.2f} s")
+    if completion.drafts.drafted:
+        parts.append(f"{completion.drafts.accepted:,} of {completion.drafts.drafted:,} drafts accepted")
     if completion.finish_reason == "length":
         parts.append("stopped at the token limit")
     elif completion.finish_reason == "cancelled":

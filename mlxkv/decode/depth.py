@@ -46,6 +46,10 @@ FADE, FADE_ENGINE = 0.96, 0.99
 HOPELESS = 0.2
 #: before anything was seen: how often a draft is taken to be accepted, and how many drafts that counts for
 GUESS, WEIGHT = 0.6, 1.0
+#: what earlier sequences did counts for as many drafts as a guess does, and for so many more once SEEN were seen
+PRIOR, SEEN = 1.0, 16
+#: the step after a plain one is built while that runs; a cycle is not, nor the plain step after it
+LEAVE = 0.4
 #: a cycle that was never made is taken to cost so many plain steps, and so many more for each draft
 CYCLE, DRAFT = 1.15, 0.25
 
@@ -129,7 +133,8 @@ class History:
         for place in range(k):
             there = self.engine.rate(place, before)
             guess = there if place == 0 else min(0.98, found[-1] * there / max(before, 1e-3))
-            found.append(self.accepted.rate(place, guess, WEIGHT if place == 0 else 2 * WEIGHT))
+            weight = WEIGHT + PRIOR * min(1.0, self.engine.seen(place) / SEEN)
+            found.append(self.accepted.rate(place, guess, weight if place == 0 else 2 * weight))
             before = there
         return found
 
@@ -271,7 +276,7 @@ class Depth:
 
     def next(self, rows: Sequence[History], most: int | None = None) -> int:
         """Drafts for the next cycle of a group of these rows; 0: a plain step. ``most``: what is left of their answers
-        and their room allow (``drafts_left``)."""
+        and their room allow."""
         limit = self.most if self.fixed is None else self.fixed
         limit = limit if most is None else max(0, min(limit, most))
         if self.fixed is not None or not limit or not rows:
@@ -288,7 +293,7 @@ class Depth:
             course.k = best
             return self._tried(rows, course, costs, limit) or best
         expected = sum(row.tokens(1)[1] for row in rows) / len(rows)
-        lost = costs.cycle(1, self._like(len(rows))) / costs.plain - expected
+        lost = LEAVE + costs.cycle(1, self._like(len(rows))) / costs.plain - expected
         return 1 if self.allowance >= min(lost, ALLOWANCE) else 0
 
     def _best(self, rows: Sequence[History], course: Course, costs: Costs, limit: int) -> tuple[int, float]:
@@ -353,7 +358,7 @@ class Depth:
             usual = costs.cycle(k, self._like(len(rows)))
             # what it took, if that can be: a first one may have waited for a kernel that was built
             took = usual if costs.known(k) < NEEDED else min(seconds, 2 * usual)
-            self._pay(took / costs.plain - sum(kept) / len(rows))
+            self._pay(took / costs.plain - sum(kept) / len(rows) + (0 if self._cycles else LEAVE))
         for row, n, d in zip(rows, kept, drafted or [k] * len(rows), strict=True):
             row.accepted.add(min(d, DEEPEST), n - 1)
             row.engine.add(min(d, DEEPEST), n - 1)
@@ -389,11 +394,6 @@ class Depth:
         course = self._course(rows)
         course.silent, course.quiet = course.quiet, min(QUIETEST, 2 * course.quiet)
 
-    def paid(self, rows: Sequence[History], seconds: float) -> None:
-        """Spent for being able to draft: to catch a drafter up with its sequence."""
-        if plain := self._costs_of(len(rows)).plain:
-            self._pay(seconds / plain)
-
     def _pay(self, steps: float) -> None:
         self.allowance = max(-ALLOWANCE, min(ALLOWANCE, self.allowance - steps))
 
@@ -418,9 +418,3 @@ class Depth:
 
     def _course(self, rows: Sequence[History]) -> Course:
         return rows[0].course if len(rows) == 1 else self._courses.setdefault(len(rows), Course())
-
-
-def drafts_left(left: Sequence[int], room: Sequence[int]) -> int:
-    """Drafts that are of use to some row, and that all have room for. left: tokens that each may still sample; room:
-    rows that each still has up to the context length (a large number where there is none)."""
-    return max(0, min(max(left, default=1), min(room, default=1)) - 1)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache.member import UnknownCache
-from ..cache.rewind import check_drafts, most_drafts, why_not
+from ..cache.rewind import check_drafts, most_drafts, runs_again, why_not
 from ..cache.state import SequenceState, members_of
 from ..errors import ConfigError
 from ..models import Loaded
@@ -33,13 +33,15 @@ NO_HEAD = "the checkpoint has no multi-token-prediction head"
 
 @dataclass(frozen=True)
 class Drafting:
-    """``journals``: of the model's layers, all of whose state can be taken back. ``most``: drafts of a cycle, as the
-    state and the device allow. ``fixed``: what the user wants always, None where the depth adapts."""
+    """``journals``: of the model's layers; ``again``: some write none, and accepted tokens are run again. ``most``:
+    drafts of a cycle, as the state and the device allow. ``fixed``: what the user wants always, None where the depth
+    adapts."""
 
     drafter: Drafter
     journals: Journals
     most: int
     fixed: int | None = None
+    again: bool = False
 
     @property
     def models(self) -> list[nn.Module]:
@@ -57,10 +59,12 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Rewinds:
-    """What a model can take back. ``most``: drafts at most, None for any number; ``why_not``: why none at all."""
+    """What a model can take back. ``most``: drafts at most, None for any number; ``why_not``: why none at all;
+    ``again``: all the same, if accepted tokens are run again, which is done only where drafts are asked for."""
 
     most: int | None
     why_not: str | None
+    again: bool = False
 
 
 def examine(model: Any, make_cache: Caches, journals: Journals) -> tuple[Rewinds, SequenceState, Journal | None]:
@@ -74,19 +78,22 @@ def examine(model: Any, make_cache: Caches, journals: Journals) -> tuple[Rewinds
     with journals.recording(2) as journal:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
     limits = [most for m in state.members or () if (most := most_drafts(m, journal)) is not None]
-    return Rewinds(min(limits, default=None), why_not(state.members, journal)), state, journal
+    reason, again = why_not(state.members, journal), runs_again(state.members, journal)
+    return Rewinds(None if again else min(limits, default=None), reason, again), state, journal
 
 
-def choose(options: Options, *, head: str | None, rewinds: str | None) -> tuple[str, str]:
-    """Which drafter is used ("off" for none), and why none is. ``head``, ``rewinds``: why there is no head, and why
-    drafts cannot be taken back; None where all is well. Raises ConfigError where the user asked for what cannot be."""
+def choose(options: Options, *, head: str | None, rewinds: Rewinds) -> tuple[str, str]:
+    """Which drafter is used ("off" for none), and why none is. ``head``: why there is none, None if there is. Raises
+    ConfigError where the user asked for what cannot be."""
     wanted = "model" if options.draft == "auto" and options.draft_model is not None else options.draft
     if wanted == "off":
         return "off", "it was switched off"
-    if wanted == "auto" and (head or rewinds):
-        return "off", head or rewinds or ""
-    if rewinds:
-        raise ConfigError(f"Nothing can be drafted with this model: {rewinds}.", "Give --draft off, or leave it out.")
+    if wanted == "auto" and (head or rewinds.why_not):
+        return "off", head or rewinds.why_not or ""
+    if rewinds.why_not and not rewinds.again:
+        raise ConfigError(
+            f"Nothing can be drafted with this model: {rewinds.why_not}.", "Give --draft off, or leave it out."
+        )
     if wanted == "mtp" and head:
         raise ConfigError(f"This model cannot draft for itself: {head}.", "Give --draft ngram, model or off.")
     return ("mtp" if wanted == "auto" else wanted), ""
@@ -100,10 +107,11 @@ def prepare(
     if options.draft == "off":
         return None, "it was switched off"
     rewinds, state, journal = examine(headed or loaded.model, make_cache, journals)
-    name, why = choose(options, head=no_head(loaded), rewinds=rewinds.why_not)
+    name, why = choose(options, head=no_head(loaded), rewinds=rewinds)
     if name == "off":
         return None, why
-    check_drafts(state.members or [], options.draft_depth or 1, journal)
+    if not rewinds.again:
+        check_drafts(state.members or [], options.draft_depth or 1, journal)
     drafter = _drafter(name, options, loaded, headed)
     most = deepest(group_size(loaded.config), rewinds.most)
     if name == "mtp" and loaded.head is not None and loaded.head.most_drafts is not None:
@@ -113,7 +121,8 @@ def prepare(
                 f"{options.draft_depth} drafts were asked for, and this model's head makes {most} in a row.",
                 f"Give --draft-depth {most} or less.",
             )
-    return Drafting(drafter, journals, max(most, options.draft_depth or 0), options.draft_depth), None
+    most = max(most, options.draft_depth or 0)
+    return Drafting(drafter, journals, most, options.draft_depth, rewinds.again), None
 
 
 def no_head(loaded: Loaded) -> str | None:

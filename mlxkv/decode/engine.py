@@ -320,9 +320,10 @@ class Engine:
 
         def look() -> None:
             with self._wake:
-                loop.tickets.extend(self._queue)
-                self._queue.clear()
-                self._status = replace(self._status, queued=len(loop.tickets))
+                if self._queue:
+                    loop.tickets.extend(self._queue)
+                    self._queue.clear()
+                    self._status = replace(self._status, queued=len(loop.tickets))
 
         loop.changed, loop.look = publish, look
         while True:

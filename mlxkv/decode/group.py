@@ -181,6 +181,11 @@ class Group:
         """Its next step may be a cycle."""
         return self._speculation is not None and self.executor.widest() > 1
 
+    @property
+    def flies(self) -> bool:
+        """Tokens are in flight."""
+        return self._sampled is not None
+
     def drain(self) -> list[Ended]:
         """Nothing is drafted or in flight afterwards, and the state of each row stands at committed − 1; who ended."""
         return self.settle()
@@ -210,9 +215,10 @@ class Group:
                 return ended
         if self._speculation is None:
             return self._plain()
-        rows, started = dict(self.rows), time.perf_counter()
+        rows, whole, started = dict(self.rows), self._sampled is not None, time.perf_counter()
         ended = self._plain()
-        self._speculation.stepped(rows, time.perf_counter() - started)
+        # a first one only submits, a last one only reads: neither is a measure
+        self._speculation.stepped(rows, time.perf_counter() - started if whole and not ended else 0.0)
         return ended
 
     def _plain(self) -> list[Ended]:
@@ -244,8 +250,10 @@ class Group:
     # speculation
 
     def _drafts(self) -> int:
-        """How many tokens to draft for each row now; 0: a plain step is made. First tokens are not waited for."""
-        if not self.speculates or any(not row.sequence.sampled for row in self.rows.values()):
+        """How many tokens to draft for each row now; 0: a plain step is made. First tokens do not wait for drafts."""
+        if not self.speculates:
+            return 0
+        if self._sampled is None and any(not row.sequence.sampled for row in self.rows.values()):
             return 0
         assert self._speculation is not None
         left = max(row.sequence.limit - len(row.sequence.sampled) for row in self.rows.values())
@@ -280,7 +288,7 @@ class Group:
             mx.async_eval(*(a for v in verdicts.values() for a in v.live()), *run.live())
             said, ended, kept = self._accept({slot: v.read() for slot, v in verdicts.items()})
         finally:
-            speculation.committed(proposal, kept)
+            speculation.committed(rows, proposal, kept)
         self._say(said)
         wanted = {slot: at for slot, n in before.items() if (at := self._rung_in(slot, n, kept[slot])) is not None}
         run.commit([kept.get(slot, 0) for slot in range(run.slots)], wanted)

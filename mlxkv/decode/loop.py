@@ -129,7 +129,7 @@ class Loop:
             cycles=drafts.cycles,
             drafted=drafts.proposed,
             accepted=drafts.accepted,
-            depth=self.seats.speculation.last if self.seats.speculation is not None else 0,
+            depth=self.seats.speculation.last if self.seats.speculation is not None and self.groups else 0,
         )
 
     def allotted(self, sequence: Sequence) -> int:

@@ -29,6 +29,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..cache.batch.head_rows import SPARE as HEAD_SPARE
 from ..cache.head import HEAD_BEHIND
 from ..cache.layout import Layout, MemberSpec
 from ..cache.ram import Ram
@@ -90,7 +91,7 @@ def batch_row_bytes(member: MemberSpec, capacity: int) -> int:
     """Bytes that one slot of a batch has of a member; windows never grow there."""
     if member.kind == "window":
         return sum(t.nbytes(min(member.keep + (member.window or 0), capacity)) for t in member.tensors)
-    return member_bytes(member, capacity)
+    return member_bytes(member, capacity + HEAD_SPARE if member.kind == "head" else capacity)
 
 
 def live_bytes(layout: Layout, rows: int, chunk: int = 1) -> int:

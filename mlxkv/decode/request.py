@@ -230,6 +230,15 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class DraftReport:
+    """What speculation did for a request: tokens that were proposed, and those of them that were kept and so needed no
+    forward of their own. Both 0 where nothing drafted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
 class Completion:
     """The whole answer. ``token_ids`` are the sampled ids, the stop token included; ``text`` is without it.
     ``logprobs``: one for each of ``token_ids``, or null where they were not asked for."""
@@ -240,6 +249,7 @@ class Completion:
     usage: Usage
     cache: CacheReport
     timings: Timings
+    drafts: DraftReport = DraftReport()
     logprobs: list[TokenLogprob] | None = None
 
     def to_json(self) -> dict[str, Any]:

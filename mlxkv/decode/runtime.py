@@ -98,17 +98,18 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     if loaded.head is not None and (options.cache_dir is not None or options.draft in ("auto", "mtp")):
         headed = WithHead(loaded.model, loaded.head)
 
-    def make_cache(spare: int = options.ring_spare if drafts else 0) -> list[Any]:
+    def fresh(spare: int) -> list[Any]:
         caches = with_rings(make_prompt_cache(loaded.model), spare)
         return caches if headed is None else [*caches, HeadCache(headed.runner(), joint=headed.head.n_layers == 1)]
 
+    make_cache = partial(fresh, options.ring_spare if drafts else 0)
     spans = Spans()
     if drafts or options.split != "always":
         spans, done = install(loaded.model)
         log.debug("layers that run by sub-spans, or write a journal: %s", ", ".join(done) or "none")
     drafting, drafts_off = prepare(options, loaded, headed, make_cache, spans)
     if drafting is None:
-        make_cache = partial(make_cache, 0)
+        make_cache = partial(fresh, 0)
         if options.cache_dir is None:
             headed = None
 

@@ -145,6 +145,7 @@ class Seats:
         """One step of a group, a ``cycle`` where that is allowed and it speculates. If it raises, the group's rows have
         failed: call ``discard``."""
         self.touched = [group]
+        flew = group.flies
         if isinstance(group.executor, Batched):
             capacity = group.executor.batch.capacity
             if max(group.positions().values()) >= capacity:
@@ -152,6 +153,8 @@ class Seats:
                 self._lengthen(group, capacity + 1)
             elif cycle and self._drafts:
                 self._look_ahead(group)
+        if flew and not group.flies and cycle and group.speculates:
+            return  # what was read is this step: with a cycle behind it newcomers would wait for more than a run
         if group.rows:
             group.step(cycle)
 

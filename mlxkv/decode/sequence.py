@@ -17,6 +17,7 @@ from .request import (
     CacheReport,
     Completion,
     Delta,
+    DraftReport,
     Finished,
     FinishReason,
     Progress,
@@ -57,6 +58,7 @@ class Sequence:
         self.recorder: Recorder | None = None
         self.over = False
         self.lookup = Lookup(0, "none", "off", 0)
+        self.drafts = DraftReport()
         self.lookup_s = self.restore_s = self.prefill_s = 0.0
         self.restoring_since = self._first_at = self._ttft_s = 0.0
         self._cut = False  # a stop string ended the text, which is therefore not all that the tokens say
@@ -181,6 +183,10 @@ class Sequence:
         self.text += piece
         return piece, reason
 
+    def drafted(self, proposed: int, accepted: int) -> None:
+        """In a cycle so many tokens were proposed for it, and so many of them kept."""
+        self.drafts = DraftReport(self.drafts.drafted + proposed, self.drafts.accepted + accepted)
+
     def say(self, piece: str, token: int, logprob: TokenLogprob | None = None) -> None:
         self.ticket.put(Delta(piece, [token], () if logprob is None else (logprob,)))
 
@@ -243,5 +249,6 @@ class Sequence:
                 ttft_s=self._ttft_s,
                 decode_tps=(n - 1) / decode_s if decode_s > 0 and n > 1 else 0.0,
             ),
+            drafts=self.drafts,
             logprobs=self.logprobs,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import numerics
 from ..cache.head import HeadCache
 from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
@@ -116,6 +117,8 @@ class Solo:
         self._rows = 0
         self._drafting, self._max_len = drafting, max_len
         self._journal: Journal | None = None
+        #: where layers write no journal: what they held before, and the tokens
+        self._before: tuple[list[Any], mx.array] | None = None
         self._inside: At | None = None
 
     def forward(self, inputs: mx.array, rungs: Mapping[int, int]) -> mx.array:
@@ -151,18 +154,39 @@ class Solo:
         width = inputs.shape[1]
         self._need(self.state.position + width)
         self.state.expect(width)
+        if self._drafting.again:
+            self._before = self.state.recurrent(), inputs
+            return self._run(inputs)
         with self._drafting.journals.recording(width) as self._journal:
-            logits = self._model(inputs, cache=self.state.caches)
-        self.state.advance(width)
+            return self._run(inputs)
+
+    def _run(self, inputs: mx.array) -> mx.array:
+        logits = self._model(inputs, cache=self.state.caches)
+        self.state.advance(inputs.shape[1])
         return logits
 
     def commit(self, kept: list[int], wanted: Mapping[int, int]) -> None:
+        if self._before is not None:
+            self._run_again(kept[0])
+            return
         journal, self._journal = self._journal, None
         assert journal is not None
         start = self.state.position - journal.width
         self.state.commit(kept[0], journal.width, journal)
         if start < wanted.get(0, 0) < self.state.position:
             self._inside = At(journal, start, wanted[0])
+
+    def _run_again(self, kept: int) -> None:
+        """Of the last forward nothing stays, if a part must go; what is kept is run once more: in ``exact`` as plain
+        steps would. States at rungs under way are not told."""
+        assert self._before is not None
+        (before, inputs), self._before = self._before, None
+        if kept == inputs.shape[1]:
+            return
+        self.state.undo(inputs.shape[1], before)
+        step = 1 if numerics.mode() == "exact" else kept
+        for i in range(0, kept, step):
+            self._run(inputs[:, i : min(i + step, kept)])
 
     def hold(self) -> Any:
         return self.state.hold()

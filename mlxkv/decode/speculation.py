@@ -61,6 +61,10 @@ class Proposal:
     def depth(self) -> int:
         return self.drafts.shape[1]
 
+    def made(self, slot: int) -> int:
+        """Drafts of this row: it may have fewer than others."""
+        return min(self.depth, len(self.trials[slot]))
+
     def judge(self, logits: mx.array) -> dict[int, Verdict]:
         """``logits`` [slots, k + 1, V] of the forward over roots and drafts."""
         judged = judge([self.trials.get(slot) for slot in range(logits.shape[0])], logits)
@@ -91,17 +95,20 @@ class Speculation:
             return None
         return Proposal(drafts, trials, round)
 
-    def committed(self, proposal: Proposal, kept: Mapping[int, int]) -> None:
-        """By slot, how many rows of the forward were kept; 0 for all of them: it failed."""
+    def committed(self, rows: Mapping[int, Drafted], proposal: Proposal, kept: Mapping[int, int]) -> None:
+        """By slot, how many rows of the forward were kept; 0 for all of them: it failed. ``rows``: all of the cycle."""
         self.drafter.committed(proposal.round, kept)
+        for slot, n in kept.items():
+            if n:
+                rows[slot].sequence.drafted(proposal.made(slot), n - 1)
 
     def cycled(self, rows: Mapping[int, Drafted], proposal: Proposal, kept: Mapping[int, int], seconds: float) -> None:
         """A cycle was made in ``seconds``. ``rows``: those that go on; ``kept``: tokens of all that were part of it."""
         c, k = self.counts, proposal.depth
-        drafted, tokens = k * len(kept), sum(kept.values())
+        drafted, tokens = sum(proposal.made(slot) for slot in kept), sum(kept.values())
         self.counts = Counts(c.cycles + 1, c.proposed + drafted, c.accepted + tokens - len(kept), c.tokens + tokens)
         self.last = k
-        made = [min(k, len(proposal.trials[slot])) for slot in rows]
+        made = [proposal.made(slot) for slot in rows]
         self.depth.cycled(self._histories(rows), k, [kept[slot] for slot in rows], seconds, made)
 
     def stepped(self, rows: Mapping[int, Drafted], seconds: float) -> None:

@@ -20,7 +20,7 @@ MOST = 16
 
 
 @lru_cache(maxsize=MOST)
-def _constants(tokens: int) -> tuple[mx.array, ...]:
+def constants(tokens: int) -> tuple[mx.array, ...]:
     """For D tokens: which logarithms of g each decay sums up, [D, (D + 1)^2] (l is in (j, i]); the decays that there
     are, j <= i [D + 1, D + 1]; those of earlier tokens, j < i [D, D]; the unit matrix [D, D]. Made from data, not by
     operations: the first to ask may be a trace."""
@@ -45,7 +45,7 @@ def gated_delta_few(
     ``qk`` [B, D, 2, Hk, Dk] (query first, not normalised), ``v`` [B, D, Hv, Dv], ``a`` and ``b`` [B, D, Hv]; all
     float32. Gives back y [B, D, Hv, Dv] and what ``after_few`` makes states of, the state before first.
     """
-    y, *kept = _few(qk, v, a, b, A_log, dt_bias, state, *_constants(qk.shape[1]))
+    y, *kept = _few(qk, v, a, b, A_log, dt_bias, state, *constants(qk.shape[1]))
     return y, [state, *kept]
 
 

@@ -76,9 +76,10 @@ class Journal:
         self._entries.append((cache, entry, list(kept)))
 
     def covers(self, cache: Any) -> bool:
-        """Whether all that ``cache`` holds can be told: each slot was written down, and once only."""
+        """Whether all that ``cache`` holds can be told: each slot was written down, and once only. A cache that its
+        layer has not filled is not covered: it may hold more after the next token."""
         told = [slot for owner, entry, _ in self._entries if owner is cache for slot in entry.slots]
-        return sorted(told) == [i for i, a in enumerate(cache.cache) if a is not None]
+        return bool(told) and sorted(told) == [i for i, a in enumerate(cache.cache) if a is not None]
 
     def slots(self, cache: Any, rows: int) -> dict[int, mx.array]:
         """One sequence: slot number -> array after the first ``rows`` tokens of the forward, lazy. 0: as it was before,

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import numerics
 from .journal import Journals
 from .replace import replace
 
@@ -48,9 +49,11 @@ class Spans(Journals):
     """Shared by all layers of a model that can run sub-span by sub-span, or write a journal; inert outside ``inside``
     and ``recording``."""
 
-    def __init__(self) -> None:
+    def __init__(self, few: bool = False) -> None:
         super().__init__()
         self._left: Left | None = None
+        #: layers may take the tokens that they write down all at once, if that is as near to mlx-lm's as ``fast`` asks
+        self.few = few
 
     @contextmanager
     def inside(self, start: int, end: int, positions: Sequence[int]) -> Iterator[Left]:
@@ -99,7 +102,8 @@ def install(model: nn.Module) -> tuple[Spans, list[str]]:
     was replaced, for the log. Call it once, after ``fast.accelerate``: its layers have such a form too."""
     from .spans_layers import FORMS
 
-    spans = Spans()
+    now = numerics.current()
+    spans = Spans(few=now.device == "cpu" and now.mode == "fast")
     names = {name: FORMS[type(layer)] for name, layer in model.named_modules() if type(layer) in FORMS}
     done = replace(model, names)
     layers = dict(model.named_modules())

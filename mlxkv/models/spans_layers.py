@@ -25,8 +25,13 @@ from .gated_delta import (
     NextGatedDeltaParts,
     delta_after,
 )
+from .gated_delta_few import MOST, after_few
 from .journal import Journal, Kept, Rows, joined, keep_window, scan
+from .mamba2_few import mamba2_few
 from .spans import Spans
+
+#: of a step size, where the architecture has none of its own: the defaults of mlx-lm's ``ssm_update``
+LIMITS = (0.001, 100.0)
 
 
 class _GatedDelta:
@@ -112,10 +117,14 @@ class SpannedKimiDeltaAttention(KimiDeltaAttention):
 
 class _Mamba2:
     """Mamba-2: mlx-lm's own methods for the convolution (slot 0) and for the scan (slot 1), called per sub-span. With a
-    journal the scan goes token by token: mlx-lm's own over several tokens sums in another order."""
+    journal the scan goes token by token, as mlx-lm's own over several tokens sums in another order; in ``fast`` on a
+    CPU all at once (mamba2_few.py)."""
 
     spans: Spans
     conv_kernel_size: int
+    A_log: mx.array
+    dt_bias: mx.array
+    D: mx.array
 
     def _conv(self, conv_input: mx.array, cache: Any, mask: mx.array | None) -> mx.array:
         step = partial(super()._conv, cache=cache, mask=mask)  # type: ignore[misc]
@@ -139,9 +148,26 @@ class _Mamba2:
         return self.spans.run(cache, (1,), step, record, hidden_states, B, C, dt)
 
     def _record_ssm(self, step: Callable[..., mx.array], cache: Any, journal: Journal, *inputs: mx.array) -> mx.array:
+        if self.spans.few and journal.width <= MOST and all(x.dtype == mx.float32 for x in inputs):
+            return self._record_few(cache, journal, *inputs)
         before = cache[1]
         journal.keep(cache, (1,), [before, *inputs], self._after, fresh=before is None)
         return mx.concatenate([step(*(x[:, t : t + 1] for x in inputs)) for t in range(journal.width)], axis=1)
+
+    def _record_few(
+        self, cache: Any, journal: Journal, x: mx.array, b: mx.array, c: mx.array, dt: mx.array
+    ) -> mx.array:
+        rows, D = x.shape[:2]
+        x = x.reshape(rows, D, self.A_log.size, -1)
+        b, c = (part.reshape(rows, D, getattr(self, "n_groups", 1), -1) for part in (b, c))
+        fresh, state = cache[1] is None, cache[1]
+        if state is None:
+            state = mx.zeros((rows, *x.shape[2:], b.shape[-1]))
+        limits = getattr(self, "time_step_limit", LIMITS)
+        y, kept = mamba2_few(x, b, c, dt, self.A_log, self.dt_bias, self.D, state, limits)
+        journal.keep(cache, (1,), kept, lambda kept, rows: [after_few(kept, rows)], fresh=fresh)
+        cache[1] = after_few(kept, D)
+        return y.reshape(rows, D, -1)
 
     def _after(self, kept: Kept, rows: Rows) -> list[mx.array]:
         before, *inputs = kept

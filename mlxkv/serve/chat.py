@@ -39,7 +39,7 @@ class Reply:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """The ``chat.completion`` object, with the cache report and timings under ``mlxkv``."""
+        """The ``chat.completion`` object, with mlxkv's own reports under ``mlxkv``."""
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
@@ -154,18 +154,19 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def extension(completion: Completion) -> dict[str, Any]:
-    """What mlxkv tells beyond OpenAI's API: ``{"cache": CacheReport, "timings": Timings}``."""
-    return {"cache": asdict(completion.cache), "timings": asdict(completion.timings)}
+    """What mlxkv tells beyond OpenAI's API: ``{"cache": CacheReport, "timings": Timings, "drafts": DraftReport}``."""
+    return {name: asdict(getattr(completion, name)) for name in ("cache", "timings", "drafts")}
 
 
 def log_request(name: str, completion: Completion) -> None:
     """One line a request, without a word of what was said."""
-    usage, cache, timings = completion.usage, completion.cache, completion.timings
+    usage, cache, timings, drafts = completion.usage, completion.cache, completion.timings, completion.drafts
+    drafted = f" drafts={drafts.accepted}/{drafts.drafted}" if drafts.drafted else ""
     missed = f" miss={cache.miss_reason}@{cache.miss_position}" if cache.miss_reason else ""
     log.info(
         f"{name} prompt={usage.prompt_tokens} cached={usage.cached_tokens} source={cache.source}{missed} "
         f"generated={usage.completion_tokens} prefill_s={timings.prefill_s:.3f} ttft_s={timings.ttft_s:.3f} "
-        f"tok/s={timings.decode_tps:.1f} finish={completion.finish_reason}"
+        f"tok/s={timings.decode_tps:.1f}{drafted} finish={completion.finish_reason}"
     )
 
 

@@ -252,7 +252,7 @@ def rewind(name: str, model: Path, pairs: int, repeats: int = 30) -> Result:
     rt.model(mx.array([[(i * 7919) % 1900 + 50 for i in range(128)]], mx.int32), cache=state.caches)
     state.advance(128)
     mx.eval(state.live())
-    run = Solo(rt.model, state, lambda rows: None, drafting, None)
+    run = Solo(rt.model, state, lambda rows: 1024, drafting)
 
     def step() -> float:
         started = time.perf_counter()

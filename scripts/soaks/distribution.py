@@ -39,16 +39,16 @@ class Distribution:
 
 
 def distribution(folder: Path, rng: random.Random, seconds: float) -> Distribution:
-    """Each rule once, then engines and rules by turns; ``SAMPLES`` texts of engines at least where there is no end."""
+    """Rules and engines by turns, one of each at least; where there is no end, each rule and ``SAMPLES`` texts of
+    engines."""
     result, until, found = Distribution(), time.monotonic() + seconds, []
-    for name in rng.sample(list(rules.CASES), len(rules.CASES)):
-        by_rule(result, name, rng)
-    while not found or (time.monotonic() < until and (seconds < math.inf or result.texts_of_engines < SAMPLES)):
-        if not found or rng.random() < 0.9:
-            found.append(by_engine(result, folder, rng))
-            result.all_engines = sum(found) / math.sqrt(len(found))
-        else:
-            by_rule(result, rng.choice(list(rules.CASES)), rng)
+    names = rng.sample(list(rules.CASES), len(rules.CASES))
+    wanted = SAMPLES if seconds == math.inf else math.inf
+    while not found or (time.monotonic() < until and (names or result.texts_of_engines < wanted)):
+        if names or rng.random() < 0.1:
+            by_rule(result, names.pop() if names else rng.choice(list(rules.CASES)), rng)
+        found.append(by_engine(result, folder, rng))
+        result.all_engines = sum(found) / math.sqrt(len(found))
     if result.all_engines > TOO_FAR:
         result.wrong.append(f"all engines together: {result.all_engines:.1f}")
     return result
@@ -65,7 +65,9 @@ def by_rule(result: Distribution, name: str, rng: random.Random) -> None:
 
 def by_engine(result: Distribution, folder: Path, rng: random.Random) -> float:
     where, seed = folder / "distribution", rng.randrange(1 << 32)
-    case = Said(rng.choice(MODELS), rng.randint(1, MOST_DRAFTS), rng.choice((1, 3, 8)), rng.choice(PROMPTS))
+    model = rng.choice(MODELS)
+    depth = 1 if model == "mimo" else rng.randint(1, MOST_DRAFTS)  # as deep as that head was trained
+    case = Said(model, depth, rng.choice((1, 3, 8)), rng.choice(PROMPTS))
     try:
         found = deviates(case, where, OF_ENGINE, seed, plain=True)
     finally:

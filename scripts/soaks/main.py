@@ -19,6 +19,7 @@ Parts, and what each compares (docs/results/README.md says which promise each on
              what is said at a temperature with drafts: 50,000 texts a rule, then texts of engines of several
              architectures and depths; against plain sampling (--complete: 50,000 texts of engines)
   rows       batches whose rows draft, of every architecture and cache class; against single steps
+  arrivals   every architecture that can draft: streams, and requests that come at random points of their cycles
   words      16 conversations at once, each with a word of its own, with evictions and disk loads under way
   histories  random store, look up, extend, branch, evict, damage, restart; against a model that remembers everything
   flips      flipped bytes of the index (--complete: every one)
@@ -62,7 +63,7 @@ from soaks.budget import budget  # isort: skip
 from soaks.distribution import distribution  # isort: skip
 from soaks.drafts import drafts  # isort: skip
 from soaks.late import late  # isort: skip
-from soaks.many import cancels, many, words  # isort: skip
+from soaks.many import arrivals, cancels, many, words  # isort: skip
 from soaks.prompts import prompts  # isort: skip
 from soaks.rows import rows  # isort: skip
 from soaks.equality import equality  # isort: skip
@@ -221,6 +222,7 @@ MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
         words,
         drafts,
         late,
+        arrivals,
         distribution,
         rows,
     )

@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxkv.errors import ConfigError
 from tests import headed, tiny
 from tests.decode import cancels as cancelling
 from tests.decode import equal
+from tests.decode import late as coming
 from tests.decode import words as worded
+from tests.decode.many import Alone
+from tests.decode.scripted import PATTERNS
 
 #: so many requests are given up whatever the time
 CANCELLED = 500
@@ -94,6 +98,62 @@ def cancels(folder: Path, rng: random.Random, seconds: float) -> Cancels:
         result.hits += report.hits
         result.wrong += [f"{arch}, seed {seed}: {what}" for what in report.wrong]
     return result
+
+
+@dataclass
+class Arrivals:
+    """``came``: requests that were queued at a point of a cycle; ``skipped``: models nothing can be drafted with.
+    ``wrong`` must stay empty."""
+
+    scenes: int = 0
+    came: int = 0
+    cycles: int = 0
+    accepted: int = 0
+    handoffs: dict[str, int] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def arrivals(folder: Path, rng: random.Random, seconds: float) -> Arrivals:
+    """Streams that speculate, 1 to 8 drafts deep, of every architecture that can, and up to six that come at random
+    points of their cycles: nobody waits for more than a forward, all are what they are alone, and nothing is left."""
+    result, until = Arrivals(), time.monotonic() + seconds
+    archs = [*tiny.ARCHS, *tiny.MORE_ARCHS, "a head"]
+    while not result.scenes or time.monotonic() < until:
+        for arch in rng.sample(archs, len(archs)):
+            if arch not in result.skipped:
+                _scenes(result, arch, folder / f"arrivals-{arch}", rng)
+            if result.scenes and time.monotonic() > until:
+                break
+    return result
+
+
+def _scenes(result: Arrivals, arch: str, where: Path, rng: random.Random, count: int = 12) -> None:
+    model = where if where.exists() else headed.make(where) if arch == "a head" else tiny.make(arch, where)
+    depth, seed = rng.randint(1, 8), rng.randrange(1 << 32)
+    random_ = random.Random(seed)
+    drafter = coming.scripted(random_, random_.choice(PATTERNS))
+    alone = Alone(model, draft="off")
+    try:
+        company = coming.Company(random_, alone, drafter)
+        options: dict[str, Any] = {"draft": "mtp" if arch == "a head" else "ngram", "draft_depth": depth}
+        options |= {"max_rows": random_.choice((8, 16))}
+        with coming.engine(model, drafter, **options) as engine, coming.watched(engine) as house:
+            for _ in range(count):
+                scene = company.anywhere()
+                wrong = scene.play(house, alone, depth, equal.bound_of(arch))
+                result.wrong += [f"{arch}, depth {depth}, seed {seed}, {scene.late}: {what}" for what in wrong]
+                result.scenes += 1
+                result.came += len(house.tickets) - 1
+            status = engine.status()
+            result.cycles += status.cycles
+            result.accepted += status.accepted
+            for change, n in status.handoffs.items():
+                result.handoffs[change] = result.handoffs.get(change, 0) + n
+    except ConfigError:
+        result.skipped.append(arch)
+    finally:
+        alone.close()
 
 
 @dataclass

@@ -7,7 +7,7 @@ import typer
 
 from mlxkv.cli.options import guarded
 from mlxkv.cli.render import split_blocks, stats_line
-from mlxkv.decode.request import CacheReport, Completion, Timings, Usage
+from mlxkv.decode.request import CacheReport, Completion, DraftReport, Timings, Usage
 from mlxkv.errors import DeviceError, ModelError
 
 TEXT = (
@@ -49,6 +49,7 @@ def test_numbers():
         "900 cached (ssd; no_state from 900)",
         "first token after 0.50 s",
     ]
+    assert "7 of 9 drafts accepted" in stats_line(completion(drafts=DraftReport(9, 7))).split(" · ")
     whole = completion(cache=CacheReport("ram", None, None, 0), finish_reason="length")
     assert "900 cached (ram) ·" in stats_line(whole) and stats_line(whole).endswith("token limit")
     # given up while the prompt was read: nothing came first, at no speed

@@ -42,11 +42,12 @@ def test_the_json_contract(ask):
     assert found.code == 0
     assert found.out.count("\n") == 1
     answer = found.json
-    assert list(answer) == ["text", "finish_reason", "token_ids", "usage", "cache", "timings", "logprobs"]
+    assert list(answer) == ["text", "finish_reason", "token_ids", "usage", "cache", "timings", "drafts", "logprobs"]
     assert answer["finish_reason"] == "length" and len(answer["token_ids"]) == 8
     assert answer["usage"].keys() == {"prompt_tokens", "completion_tokens", "cached_tokens"}
     assert answer["usage"]["completion_tokens"] == 8
     assert answer["cache"].keys() == {"source", "miss_reason", "miss_position", "stored_tokens"}
+    assert answer["drafts"] == {"drafted": 0, "accepted": 0}  # a model without a head
     assert answer["timings"].keys() == {"load_s", "lookup_s", "restore_s", "prefill_s", "ttft_s", "decode_tps"}
 
 

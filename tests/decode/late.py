@@ -89,7 +89,7 @@ class House(Crowd):
         super().__init__(self.engine)
 
     def begin(self, stream: Request, coming: Sequence[int], due: Sequence[Due]) -> None:
-        """Queue the stream; the others will be queued by what is ``due``, and ``finish`` waits for them too."""
+        """Queue the stream; the others will be queued by what is ``due``, while it runs."""
         self.tickets.clear()
         self.trace.clear()
         self.seen.clear()
@@ -102,11 +102,16 @@ class House(Crowd):
             self.tickets[number] = self.engine.submit(request)
         self.trace.append(("queued", number))
 
+    def finish(self) -> dict[int, Outcome]:
+        """The stream has ended, and whoever was queued."""
+        self.until(lambda: all(outcome.ended for n, outcome in list(self.seen.items()) if n in self.tickets))
+        return self.seen
+
     def push(self, number: int, event: Any) -> None:
         self._events.put((number, event))
 
     def at(self, point: str) -> None:
-        if self.trace.count(("token", STREAM)) < BEGUN:
+        if self.trace.count(("token", STREAM)) < BEGUN or ("end", STREAM) in self.trace:
             return
         for due in self.due:
             if due.point == point and not due.done:
@@ -244,12 +249,13 @@ class Scene:
     def play(
         self, house: House, alone: Callable[[Request], Completion], depth: int = 3, bound: float = 0.0
     ) -> list[str]:
-        """What is wrong: it must be nothing."""
+        """What is wrong: it must be nothing. Whose point the stream never came to is not asked for."""
         house.begin(self.stream, self.numbers, self.due(house))
         house.finish()
-        wrong = [f"{due.point!r} was not reached" for due in house.due if not due.done]
-        wrong += wrong_order(house.trace, self.numbers, depth)
-        for number, request in zip((STREAM, *self.numbers), (self.stream, *(r for *_, r in self.late)), strict=True):
+        came = [number for number in self.numbers if number in house.tickets]
+        wrong = wrong_order(house.trace, came, depth)
+        asked = [self.stream, *(request for *_, request in self.late)]
+        for number, request in ((number, asked[number]) for number in (STREAM, *came)):
             found = wrong_with(Planned(request), house.seen[number], alone(request), bound)
             wrong += [f"request {number}: {what}" for what in found]
         return wrong + left_behind(house)

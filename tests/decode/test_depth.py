@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxkv.decode.depth import DEEPEST, Depth, deepest, drafts_left
+from mlxkv.decode.depth import DEEPEST, Depth, deepest
 from tests.decode.drafting import Paper, always, best, demo, gpu
 
 NOISE: Any = {"noise": 0.2, "hiccups": 0.03}
 
 
-def gains(cost, rate, runs=10, *, most=DEEPEST, rows=1, tokens=200, **noise):
+def gains(cost, rate, runs=6, *, most=DEEPEST, rows=1, tokens=200, **noise):
     """Of as many fresh engines."""
     return [Paper(cost, always(rate), seed=seed, **noise).run(Depth(most), rows, tokens).gain for seed in range(runs)]
 
@@ -28,8 +28,8 @@ def gains(cost, rate, runs=10, *, most=DEEPEST, rows=1, tokens=200, **noise):
 def test_useless_drafts_cost_next_to_nothing(cost, rows, noise):
     """Also in the first 200 tokens of an engine that knows nothing, and less and less afterwards."""
     assert min(gains(cost, 0.0, rows=rows, **noise)) >= 0.97
-    assert min(gains(cost, 0.02, 5, rows=rows, **noise)) >= 0.97
-    assert min(gains(cost, 0.0, 2, rows=rows, tokens=2000, **noise)) >= 0.99
+    assert min(gains(cost, 0.02, 2, rows=rows, **noise)) >= 0.97
+    assert min(gains(cost, 0.0, 1, rows=rows, tokens=2000, **noise)) >= 0.99
 
 
 def test_useless_drafts_cost_little_where_a_cycle_costs_much():
@@ -40,7 +40,7 @@ def test_useless_drafts_cost_little_where_a_cycle_costs_much():
 @pytest.mark.parametrize("noise", [{}, NOISE], ids=["calm", "noisy"])
 @pytest.mark.parametrize("cost", [demo, gpu])
 def test_good_drafts_are_at_their_best_depth_soon(cost, noise):
-    runs = [Paper(cost, always(0.95), seed=seed, **noise).run(Depth(8), tokens=400) for seed in range(20)]
+    runs = [Paper(cost, always(0.95), seed=seed, **noise).run(Depth(8), tokens=300) for seed in range(12)]
     assert median(run.reached(6) for run in runs) <= 20
     assert noise or median(run.reached(8) for run in runs) <= 20  # 6 and 8 are nearly as good
     assert mean(run.gain for run in runs) >= 0.85 * best(cost, 0.95)[1]
@@ -51,7 +51,7 @@ def test_good_drafts_are_at_their_best_depth_soon(cost, noise):
 @pytest.mark.parametrize("cost", [demo, gpu])
 def test_what_pays_is_found(cost, rate, noise):
     """Depths that are far from the best one, and parking where it pays, would show here."""
-    assert mean(gains(cost, rate, 6, tokens=1000, **noise)) >= 0.9 * best(cost, rate)[1]
+    assert mean(gains(cost, rate, 4, tokens=800, **noise)) >= 0.88 * best(cost, rate)[1]
 
 
 def test_the_user_fixes_the_depth():
@@ -177,22 +177,6 @@ def test_a_drafter_with_nothing_to_say_is_not_asked_each_time():
     assert 8 <= asked <= 30
 
 
-def test_catching_up_counts():
-    """Where it costs as much as a cycle gains, it is not done for its own sake."""
-    asked = {}
-    for cost in (0.0, 1.0):
-        depth = Depth(8)
-        history, asked[cost] = [depth.history()], 0
-        for _ in range(300):
-            if depth.next(history):
-                asked[cost] += 1
-                depth.paid(history, cost)
-                depth.cycled(history, 1, [1], 1.4)
-            else:
-                depth.stepped(history, 1.0)
-    assert asked[1.0] < asked[0.0] <= 12
-
-
 def test_a_rehearsal_times_every_depth_and_believes_no_draft():
     depth = Depth(5)
     depth.rehearse(True)
@@ -206,7 +190,7 @@ def test_a_rehearsal_times_every_depth_and_believes_no_draft():
     assert Paper(demo, always(0.0)).run(depth).gain >= 0.95
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(st.integers(0, 10**6), st.sampled_from([None, 3]), st.integers(1, 8))
 def test_whatever_is_told_depths_are_in_bounds(seed, fixed, most):
     rng = random.Random(seed)
@@ -224,7 +208,6 @@ def test_whatever_is_told_depths_are_in_bounds(seed, fixed, most):
             drafted = [rng.randint(0, k) for _ in rows]
             kept = [rng.randint(1, n + 1) for n in drafted]
             depth.cycled(rows, k, kept, seconds, rng.choice([None, drafted]))
-            depth.paid(rows, seconds)
         else:
             depth.stepped(rows, seconds)
         if rng.random() < 0.1:
@@ -237,9 +220,3 @@ def test_whatever_is_told_depths_are_in_bounds(seed, fixed, most):
 def test_metal_caps_the_depth(group, most):
     assert deepest(group) == most
     assert deepest(group, rings=2) == min(most, 2)
-
-
-def test_what_is_left_of_an_answer_and_its_room():
-    assert drafts_left([10, 3], [50, 60]) == 9  # of use to the longer one
-    assert drafts_left([10, 3], [4, 60]) == 3  # all must have the room
-    assert drafts_left([1], [9]) == drafts_left([5], [1]) == drafts_left([], []) == 0

@@ -9,6 +9,7 @@ import pytest
 
 from tests import architectures, headed
 from tests.decode.equal import KINDS, bound_of, measure, of_kind
+from tests.decode.many import load
 from tests.decode.scripted import PATTERNS, Scripted, pattern
 
 #: architecture, drafts of a cycle, how they fare; all architectures alone are in test_cycles.py
@@ -59,6 +60,17 @@ def test_a_head_that_drafts(tmp_path):
     report = measure(model, tmp_path, random.Random(5), requests=6, ladder=LADDER, thin=True, max_rows=3, draft_depth=2)
     assert not report.wrong, "\n".join(report.wrong)
     assert report.cycles > 8 and report.compared > 3
+
+
+def test_layers_without_a_journal_are_run_again(tiny_model, tmp_path):
+    """Only where drafts are asked for; what is accepted is run once more, from a state that was kept."""
+    drafter = scripted("random", "again")
+    report = measure(tiny_model("mamba"), tmp_path, random.Random(6), requests=4, max_rows=1, drafter=drafter,
+                     draft="ngram", draft_depth=3)  # fmt: skip
+    assert not report.wrong, "\n".join(report.wrong)
+    assert len(drafter.kept) > 10 and len(set(drafter.kept)) > 2
+    with load(tiny_model("mamba"), None) as engine:
+        assert engine.info.drafter is None
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS)[1:2])

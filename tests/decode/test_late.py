@@ -9,14 +9,17 @@ from itertools import product
 import pytest
 
 from mlxkv.cache.restoring import Restoring
+from mlxkv.decode import seats
 from mlxkv.decode.handoff import State
 from mlxkv.decode.loop import Loop
+from mlxkv.decode.seats import Seats
 from mlxkv.decode.speculation import Speculation
 from mlxkv.errors import EngineError
-from tests import headed
+from tests import architectures, headed, tiny
 from tests.decode.kept import compare, kept
 from tests.decode.late import POINTS, STREAM, Company, Due, Scene, engine, left_behind, scripted, waited, watched
-from tests.decode.many import Alone, load
+from tests.decode.many import Alone, ask, load
+from tests.decode.scripted import Scripted, pattern
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,9 @@ def test_at_every_point_of_a_cycle(model, alone, company, drafter):
     """Bursts of 1 to 6, each size at one or two points; the soak has several at each."""
     with engine(model, drafter) as made, watched(made) as house:
         for n, point in enumerate(POINTS):
-            assert company.scene([(point, 1)] * (1 + n % 6)).play(house, alone) == [], point
+            for count in {1 + n % 6, 6 - 2 * (n % 3)} if n % 4 == 0 else {1 + n % 6}:
+                assert company.scene([(point, 1)] * count).play(house, alone) == [], (point, count)
+                assert len(house.tickets) == 1 + count
         status = made.status()
         went = {"idle > speculating", "speculating > draining", "draining > sharing", "sharing > draining"}
         went |= {"draining > handoff", "handoff > batched", "batched > speculating", "speculating > idle"}
@@ -110,7 +115,8 @@ def test_who_is_restored_or_waits_for_room_stops_nobody(model, alone, company, d
         house.begin(stream, [1], [Due("after the step", lambda: monkeypatch.setattr(Restoring, "advance", slow)),
                                   Due("after the step", lambda: house.queue(1, late))])  # fmt: skip
         seen = house.finish()
-        assert seen[1].tokens == alone(late).token_ids and seen[1].completion.usage.cached_tokens > 0
+        done = seen[1].completion
+        assert done is not None and done.token_ids == alone(late).token_ids and done.usage.cached_tokens > 0
         assert seen[STREAM].tokens == alone(stream).token_ids
         queued, came = house.trace.index(("queued", 1)), house.trace.index(("joins", 1))
         assert sum(kind == "cycle" for kind, _ in house.trace[queued:came]) >= 4
@@ -135,6 +141,16 @@ def test_who_has_had_no_chunk_goes_first(model, alone, company, drafter):
         assert sorted(chunks[:2]) == [2, 3] and 1 in chunks[2:]
 
 
+def test_however_fast_they_come_the_stream_goes_on(model, alone, company, drafter):
+    """With each chunk another one is queued: after some of them the stream makes a step, which is no cycle."""
+    with engine(model, drafter) as made, watched(made) as house:
+        late = [("a turn begins", 1, company.late[3]), *(("a chunk is read", n, company.late[3]) for n in range(7))]
+        assert Scene(company.streams[0], late).play(house, alone) == []
+        assert len(house.tickets) == 9
+        meanwhile = house.trace[house.trace.index(("queued", 1)) : house.trace.index(("chunk", 8))]
+        assert ("forward", STREAM) in meanwhile and ("cycle", STREAM) not in meanwhile
+
+
 def test_what_is_in_flight_is_said_before_a_chunk(model, alone, company, drafter, monkeypatch):
     """A stream whose drafts do not pay makes plain steps, and is drained all the same."""
     monkeypatch.setattr(Speculation, "next", lambda self, rows, most: 0)
@@ -145,6 +161,45 @@ def test_what_is_in_flight_is_said_before_a_chunk(model, alone, company, drafter
             between = waited(house.trace, number)
             assert between is not None and (between["token"], between["forward"]) == (1, 0)
         assert made.status().cycles == 0
+
+
+def test_a_batch_that_is_made_longer_says_no_more_than_a_run(model, alone, company, monkeypatch):
+    """Tokens in flight are read before its columns are copied; whoever comes just then waits for no cycle besides."""
+
+    class EveryOther(Scripted):
+        turns = 0
+
+        def propose(self, round, k):
+            self.turns += 1
+            return super().propose(round, k) if self.turns % 2 else None
+
+    monkeypatch.setattr(seats, "OPEN_END", 16)
+    look_ahead, depth, came = Seats._look_ahead, 3, 0
+    stream, beside = ask(tiny.ids(220, seed=1), 60), ask(tiny.ids(12, seed=2), 60)
+    late = company.late[4]
+    drafter = EveryOther(pattern("all", random.Random(1)), architectures.VOCAB)
+    drafter.learn([*(r.tokens or []), *alone(r).token_ids] for r in (stream, beside, late))
+    with engine(model, drafter) as made, watched(made) as house:
+
+        def looking(self, group):
+            nonlocal came
+            flew, capacity = group.flies, group.batch.capacity
+            before = len(house.trace)
+            look_ahead(self, group)
+            if flew and group.batch.capacity > capacity and not came:
+                came = 2  # as if it had been queued before anything was said
+                house.queue(came, late)
+                house.trace.insert(before, house.trace.pop())
+
+        monkeypatch.setattr(Seats, "_look_ahead", looking)
+        house.begin(stream, [1, 2], [Due("a token is said", lambda: house.queue(1, beside))])
+        house.until(lambda: house.seen[STREAM].ended or came == 2)
+        assert came == 2
+        seen = house.finish()
+        between = waited(house.trace, 2)
+        assert between is not None and between["token"] <= depth + 1
+        assert [seen[n].tokens for n in (STREAM, 1, 2)] == [alone(r).token_ids for r in (stream, beside, late)]
+        assert not left_behind(house)
 
 
 #: where something happens: a point, or what the handoff has just come to
@@ -206,6 +261,37 @@ def test_shut_down_in_whatever_state(model, alone, company, drafter, state):
         made.close()
         assert left_behind(house) == [] and made.status().active == 0
         assert made.status().memory["caches"] == 0
+
+
+@pytest.mark.parametrize("what", [*WHATS, "shut down"])
+def test_nothing_is_left_of_who_is_being_restored(model, alone, company, drafter, tmp_path, monkeypatch, what):
+    stream, late = company.streams[0], company.late[0]
+    with engine(model, drafter, tmp_path) as made, watched(made) as house:
+        made.submit(late).result()
+        restores = made.inspect(lambda loop: loop.rt.store.restores)
+        real, turns = Restoring.advance, []
+
+        def slow(restoring):
+            if restoring._tokens != late.tokens:  # the stream's own
+                return real(restoring)
+            turns.append(restores.under_way)
+            return len(turns) > 8 and real(restoring)
+
+        monkeypatch.setattr(Restoring, "advance", slow)
+        monkeypatch.setattr("mlxkv.cache.restoring.AT_ONCE", -1)  # by other threads, however little it is
+        due = [Due("a token is said", lambda: house.queue(1, late)),
+               Due("before the verification", lambda: happens(house, what), 3)]  # fmt: skip
+        house.begin(stream, [1], due)
+        seen = house.finish()
+        if what == "shut down":
+            made.close()
+        assert turns[:2] == [1, 1] and due[-1].done and all(got.ended for got in seen.values())
+        for number, request in ((STREAM, stream), (1, late)):
+            right, got = alone(request).token_ids, seen[number]
+            assert got.tokens == right[: len(got.tokens)]
+            if what == ("newcomers leave" if number == STREAM else "the stream leaves"):
+                assert got.tokens == right
+        assert restores.under_way == 0 and left_behind(house) == []
 
 
 def test_without_a_drafter_nothing_is_handed_over(model, alone, company):

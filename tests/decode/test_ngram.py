@@ -28,9 +28,14 @@ class Told:
     """A trial that notes what it was given."""
 
     tokens: list[list[int]] = field(default_factory=list)
+    plain: bool = True
+    open: bool = True
 
     def draft(self, logits: mx.array) -> mx.array:
         raise AssertionError("nothing is sampled from")
+
+    def drafted(self, token: mx.array) -> mx.array:
+        raise AssertionError("all drafts are told at once")
 
     def given(self, tokens: list[int]) -> None:
         self.tokens.append(tokens)
@@ -41,8 +46,8 @@ class Words:
         self.tokens = list(tokens)
 
 
-def asked(*sequences: Words | None) -> Round:
-    rows = {slot: Asked(s, Told()) for slot, s in enumerate(sequences) if s is not None}
+def asked(*sequences: Words | None, open: bool = True) -> Round:
+    rows = {slot: Asked(s, Told(open=open)) for slot, s in enumerate(sequences) if s is not None}
     return Round(rows, len(sequences))
 
 
@@ -130,6 +135,8 @@ def test_nothing_to_propose():
     round = asked(words)
     assert drafter.ready(round.rows, 1) and drafter.propose(round, 4) is None
     assert round.rows[0].trial.tokens == []  # type: ignore[attr-defined]
+    round = asked(Words([1, 2, 1, 2]), open=False)  # a grammar has all it asked for
+    assert drafter.ready(round.rows, 512) and drafter.propose(round, 4) is None
 
 
 def test_a_long_prompt_is_read_in_pieces():

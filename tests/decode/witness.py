@@ -46,7 +46,7 @@ class Witness:
     def _compare(self, sequence: Sequence, state: Any) -> None:
         rt, tokens, at = sequence.rt, sequence.tokens, state.position
         if (twin := self._twins.get(sequence)) is None:
-            plain: Any = rt.make_cache
+            plain: Any = rt.make_cache.func  # type: ignore[attr-defined] - without spare rows for drafts
             n = len(sequence.prompt.tokens)
             twin = Twin.start(rt.model, lambda: plain(0), tokens[:n], max(1, n - 1), True)
             self._twins[sequence] = twin

@@ -12,6 +12,9 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 
 import mlxkv
+from mlxkv.cache.batch.head_rows import HeadRowsOfAll
+from mlxkv.cache.head import HeadCache
+from mlxkv.cache.layout import probe as layout_of
 from mlxkv.models import load, mtp
 from mlxkv.models.convert import convert
 from tests import headed, heads, tiny
@@ -235,3 +238,19 @@ def test_the_first_row_of_each_sequence_is_blind(kind, tmp_path):
     batch = head(*both, BatchKVCache([0, 2]))
     assert mx.allclose(batch[:1], one, atol=2e-5).item()
     assert mx.allclose(batch[1:, 2:], one[:, :2], atol=2e-5).item()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mimo"])
+def test_several_sequences_at_once_give_what_each_gives_alone(kind, tmp_path):
+    """One at its first row, which is blind, beside one that is three rows on."""
+    loaded = load(headed.make(tmp_path / "model", kind))
+    head, both = loaded.head, mtp.WithHead(loaded.model, loaded.head)
+    layout = layout_of(both, lambda: [*make_prompt_cache(loaded.model), HeadCache(both.runner())])
+    rows = HeadRowsOfAll(next(m for m in layout.members if m.kind == "head"), 2, 16)
+    embedded, hidden, _ = (mx.array(a)[None] for a in heads.inputs(kind))
+    later = KVCache()
+    mx.eval(head(embedded[:, :3], hidden[:, :3], later), later.keys, later.values)
+    rows.join(1, later)
+    joint = rows.run(head, *(mx.concatenate([x[:, :2], x[:, 3:5]]) for x in (embedded, hidden)))
+    assert mx.array_equal(joint[:1], head(embedded[:, :2], hidden[:, :2], KVCache())).item()
+    assert mx.array_equal(joint[1:], head(embedded[:, 3:5], hidden[:, 3:5], later)).item()

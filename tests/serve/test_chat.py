@@ -35,6 +35,7 @@ def test_a_completion(client):
     assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
     assert again.model_extra["mlxkv"]["cache"]["source"] == "ram"
     assert again.model_extra["mlxkv"]["timings"]["ttft_s"] > 0
+    assert again.model_extra["mlxkv"]["drafts"].keys() == {"drafted", "accepted"}
 
 
 def test_a_stream_says_the_same(client):

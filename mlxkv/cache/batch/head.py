@@ -2,7 +2,7 @@
 
 Each slot keeps the solo ``HeadCache`` of its row, whose keys and values are a part of those of all slots. A step leaves
 one pair of arrays (tokens, hidden states) for all rows; a row's own part is cut out of them when its head catches up,
-or after ``MOST`` steps. While all rows draft at every edge nothing is cut out: the pair of the last step is what waits
+or after ``MOST`` tokens. While all rows draft at every edge nothing is cut out: the pair of the last step is what waits
 for all of them, and the head runs over all rows in one forward.
 """
 
@@ -25,7 +25,8 @@ from .place import Place, Seat
 if TYPE_CHECKING:
     from ..inside import Inside
 
-#: joint steps that wait to be shown: live arrays are bounded, and every row of them stays while one needs it
+#: tokens of a row in joint steps that wait to be shown: live arrays are bounded, and every row of them stays while one
+#: needs it
 MOST = 64
 
 
@@ -73,10 +74,12 @@ class BatchHead(Form):
 
     def shown(self, tokens: mx.array, hidden: mx.array) -> None:
         """``tokens`` [slots, 1] and ``hidden`` [slots, 1, H] of a step that was built."""
+        self._tidy()
         self._steps = (*self._steps, Step(tokens, hidden, (1,) * tokens.shape[0]))
 
     def verified(self, tokens: mx.array, hidden: mx.array) -> None:
         """``tokens`` [slots, D] and ``hidden`` [slots, D, H] of a verify step that was built."""
+        self._tidy()
         self._open = (tokens, hidden)
 
     def committed(self, kept: list[int]) -> None:
@@ -84,7 +87,8 @@ class BatchHead(Form):
             self._steps, self._open = (*self._steps, Step(*self._open, tuple(kept))), None
 
     def _tidy(self) -> None:
-        if len(self._steps) >= MOST:
+        """Bound what waits. After ``hold`` there is nothing to do until the next step was built: what it says stays."""
+        if sum(step.tokens.shape[1] for step in self._steps) >= MOST:
             for slot in range(len(self.heads)):
                 self.feed(slot)
         self._drop()

@@ -84,7 +84,7 @@ class DraftModel:
         rows = reserve(len(sequence.tokens) + OPEN_END, max_len=self._context)
         if self.memory is not None:
             more = self.bytes_for(rows) - (self.bytes_for(reader.rows) if reader is not None else 0)
-            if not self.memory.room(more, self._owner(sequence)).fits:
+            if not self.memory.room(more, self._owner(sequence) if reader is not None else None).fits:
                 return None
             self.memory.charge("caches", self._owner(sequence), self.bytes_for(rows))
         if reader is None:

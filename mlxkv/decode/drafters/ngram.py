@@ -103,7 +103,7 @@ class NGram:
         for slot, row in round.rows.items():
             index = self._index(row.sequence)
             index.read(row.sequence.tokens)
-            found[slot] = index.following(k)
+            found[slot] = index.following(k) if row.trial.open else []
         if k < 1 or not any(found.values()):
             return None
         for slot, drafts in found.items():

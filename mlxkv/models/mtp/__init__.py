@@ -1,12 +1,12 @@
 """Multi-token-prediction heads: found in a folder, read with the right norms, and run beside their body.
 
 mlx-lm drops their tensors when it loads a model; this reads them itself. ``find`` says what is there and why it is not
-used, ``load`` gives the head, ``WithHead`` runs body and head as one.
+used, ``open_head`` and ``evaluate`` give the head, ``WithHead`` runs body and head as one.
 """
 
 from .find import Found, Opened, find, open_head
 from .head import Head
-from .loading import evaluate, load, share, write
+from .loading import evaluate, share, write
 from .qwen import QwenHead as MTPHead
 from .tensors import SIDE_FILE
 from .with_head import WithHead
@@ -20,7 +20,6 @@ __all__ = [
     "WithHead",
     "evaluate",
     "find",
-    "load",
     "open_head",
     "share",
     "write",

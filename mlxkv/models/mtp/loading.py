@@ -10,25 +10,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import precision
-from .find import Opened, open_head
+from .find import Opened
 from .head import Head
 from .tensors import NORMS_KEY, VERSION, VERSION_KEY
 
 
-def load(
-    path: Path, config: dict[str, Any], dtype: mx.Dtype, body: nn.Module | None = None, *, unpack: bool = False
-) -> Head | None:
-    """The head of a folder, evaluated in ``dtype``; None if there is none that can be used (``find`` says why).
+def evaluate(opened: Opened, dtype: mx.Dtype, body: nn.Module | None = None, *, unpack: bool = False) -> Head:
+    """Read an opened head, in ``dtype``.
 
     ``body``: the loaded network, whose embedding and output matrix a head shares where it brings the same ones, and
-    which says what is not cast. ``unpack``: quantised layers become plain ones, as the body's did. Raises ModelError.
+    which says what is not cast. ``unpack``: quantised layers become plain ones, as the body's did.
     """
-    opened = open_head(path, config)[1]
-    return None if opened is None else evaluate(opened, dtype, body, unpack=unpack)
-
-
-def evaluate(opened: Opened, dtype: mx.Dtype, body: nn.Module | None = None, *, unpack: bool = False) -> Head:
-    """Read the tensors of an opened head; the arguments are those of ``load``."""
     from mlx_lm.utils import dequantize_model
 
     head, weights = opened.head, dict(opened.weights)

@@ -18,7 +18,7 @@ SIDE_FILE = "mtp.safetensors"
 #: keys in the metadata of such a file
 VERSION_KEY, NORMS_KEY = "mlxkv_head", "norms"
 VERSION = "1"
-_CHECKPOINT = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_CHECKPOINT = re.compile(r"model(\.safetensors)?(-\d+-of-\d+)?\.safetensors")
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,22 @@ def test_rows_that_are_shown_many_steps_hold_few_arrays(story):
         assert len(company.form.live()) < 2 * MOST + 80
 
 
+@pytest.mark.parametrize("width", [1, 5])
+def test_steps_that_nobody_asks_the_heads_about_do_not_pile_up(story, width):
+    """Cycles whose drafts come from elsewhere, with no plain step between them."""
+    company = Company(story, 2, True)
+    company.join(0, 0, 10)
+    for _ in range(6 * MOST // width):
+        company.at[0] = 10
+        company.step({0: 1}, width)
+        assert len(company.form.live()) < 2 * MOST // width + 80
+    company.leave(0)
+    company.join(1, 1, 2)
+    for _ in range(MOST + 1):
+        company.step({1: 1}, width)
+    company.check_rows(1)
+
+
 def test_the_head_of_a_free_slot_disturbs_nobody(story):
     """Free slots are computed too, whatever is in them."""
     one, other = Company(story, 2, True), Company(story, 2, True)
