@@ -88,7 +88,7 @@ def test_every_architecture_takes_back_what_was_not_kept(arch):
 
 
 @pytest.mark.parametrize("arch", sorted(WITHOUT))
-def test_the_others_are_known_and_draft_nothing(arch):
+def test_the_others_have_layers_without_a_journal(arch):
     made = Cycling(arch, 0)
     rewinds, _, _ = examine(made.model, made.caches, made.journals)
     assert rewinds.why_not and (rewinds.again or rewinds.most == 0)

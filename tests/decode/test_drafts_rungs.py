@@ -45,7 +45,7 @@ def test_a_rung_inside_an_accepted_run(tmp_path, rows, compile):
     drafter = Scripted(pattern("all", random.Random(1)), architectures.VOCAB)
     right = [alone(each) for each in asked]
     alone.close()
-    drafter.learn([*each.tokens, *r.token_ids] for each, r in zip(asked, right, strict=True))
+    drafter.learn([*(each.tokens or []), *r.token_ids] for each, r in zip(asked, right, strict=True))
     how = {"compile": compile, "draft": "ngram", "draft_depth": DEPTH}
     with (
         watched(Solo) as solo,
