@@ -310,7 +310,9 @@ def _drafts(settings: Settings, network: Any, config: dict[str, Any], found: Fou
     except ConfigError as error:
         return Check("drafts", "fail", error.message + _layers(stuck), error.cure)
     if name == "off":
-        other = "" if rewinds.why_not or settings.draft == "off" else "; --draft ngram or --draft-model would"
+        possible = settings.draft != "off" and (rewinds.again or not rewinds.why_not)
+        other = "; --draft ngram or --draft-model would" if possible else ""
+        other += ", and run accepted tokens again" if possible and rewinds.again else ""
         return Check("drafts", "ok", f"none: {why}{other}{_layers(stuck)}")
     most = deepest(group_size(config), rewinds.most)
     if name == "mtp" and found.most_drafts is not None:

@@ -131,6 +131,7 @@ def test_a_head_is_found(cli, model, tmp_path):
         ("gemma3_text", ("--draft", "ngram", "--ring-spare", 2, "--draft-depth", 3), "fail", ("3 drafts", "2 at most")),
         ("qwen3_5", ("--draft", "mtp"), "fail", ("cannot draft for itself",)),
         ("qwen3_5", ("--draft", "off"), "ok", ("none: it was switched off",)),
+        ("mamba", (), "ok", ("none: ", "--draft ngram or --draft-model would, and run accepted", "recurrent: 0, 1")),
         ("llama", ("--draft-model", "small"), "ok", ("by small",)),
     ],
 )
@@ -147,7 +148,7 @@ def test_what_would_draft_with_a_head(cli, tmp_path):
 
 
 def test_layers_that_take_nothing_back_are_named(cli, tmp_path):
-    """A recurrence without a journal: drafting is off."""
+    """A recurrence without a journal: drafting is off, unless it is asked for."""
     folder = tiny.make("rwkv7", tmp_path / "model")
     found = cli("doctor", "--model", folder, "--json")
     detail = checks(found)["drafts"]["detail"]
@@ -155,4 +156,5 @@ def test_layers_that_take_nothing_back_are_named(cli, tmp_path):
     assert "layers that take nothing back: recurrent: 0, 1" in detail
     found = cli("doctor", "--model", folder, "--draft", "ngram", "--json")
     check = checks(found)["drafts"]
-    assert found.code == 1 and check["status"] == "fail" and "recurrent: 0, 1" in check["detail"]
+    assert found.code == 0 and check["status"] == "ok"
+    assert "accepted tokens are run again (layers that take nothing back: recurrent: 0, 1)" in check["detail"]
