@@ -113,9 +113,13 @@ class Generation:
         speculation = None if drafting is None else Speculation(drafting.drafter, drafting.depth())
         group = Group(executor, self.rt.async_kv_limit, speculation=speculation)
         group.add(0, Row(self.sequence, executor.state.position))
-        while True:
-            for end in group.step():
-                if end.error is not None:
-                    raise end.error
-                assert end.reason is not None
-                return end.reason
+        try:
+            while True:
+                for end in group.step():
+                    if end.error is not None:
+                        raise end.error
+                    assert end.reason is not None
+                    return end.reason
+        finally:  # also where it failed: the drafter outlives it
+            if speculation is not None:
+                speculation.forget(self.sequence)

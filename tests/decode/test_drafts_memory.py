@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -45,12 +46,12 @@ def cycles(monkeypatch):
 def test_a_cycle_holds_no_second_cache(tmp_path, cycles, monkeypatch, kind, rows):
     for module in (loop, seats):
         monkeypatch.setattr(module, "OPEN_END", 1 << 15)
-    long = {"max_position_embeddings": 1 << 16}
+    long: dict[str, Any] = {"max_position_embeddings": 1 << 16}
     model = headed.make(tmp_path / "model", **long) if kind == "head" else tiny.make(kind, tmp_path / "model", **long)
     drafter = None if kind == "head" else scripted(random.Random(1))
     scripts = changed(drafted_by(drafter)) if drafter else contextlib.nullcontext()
     with scripts, load(model, None, draft="ngram" if drafter else "mtp", draft_depth=4) as engine:
-        endless = {"max_tokens": 1 << 15, "logit_bias": {tiny.EOS: -100.0}}
+        endless: dict[str, Any] = {"max_tokens": 1 << 15, "logit_bias": {tiny.EOS: -100.0}}
         tickets = [engine.submit(ask(tiny.ids(20, seed=i), **endless)) for i in range(rows)]
         said = (event for event in tickets[-1] if isinstance(event, Delta))
         for _ in range(40):
