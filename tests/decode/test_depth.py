@@ -32,6 +32,13 @@ def test_useless_drafts_cost_next_to_nothing(cost, rows, noise):
     assert min(gains(cost, 0.0, 1, rows=rows, tokens=2000, **noise)) >= 0.99
 
 
+def test_what_leaving_plain_steps_costs_is_counted_too():
+    """Nothing is in flight then: a part of a step that no time of a cycle shows."""
+    for cost in (demo, gpu, lambda rows, k, at: 1.45 + 0.3 * k if k else 1.0):
+        run = Paper(cost, always(0.0)).run(Depth(8))
+        assert 200 / (run.seconds + 0.4 * sum(k > 0 for _, k in run.depths)) >= 0.98
+
+
 def test_useless_drafts_cost_little_where_a_cycle_costs_much():
     assert min(gains(lambda rows, k, at: 1.5 + k if k else 1.0, 0.0)) >= 0.96
     assert min(gains(lambda rows, k, at: 1.5 + k if k else 1.0, 0.0, 5, tokens=2000)) >= 0.985
