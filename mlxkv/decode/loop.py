@@ -9,7 +9,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import mlx.core as mx
 
@@ -22,12 +21,12 @@ from .batched import Batched
 from .group import Group
 from .handoff import Event, Handoff, Picture, State
 from .memory import TOKEN_BYTES, Memory, give_back
+from .needs import Needs
 from .options import Options
 from .pace import Ladder
 from .pool import Pool
 from .prefill import Prefill
 from .reading import Reading
-from .reservation import OPEN_END, reserve
 from .runtime import Runtime
 from .scheduler import Admission, Rounds, max_gap
 from .seats import Seats
@@ -57,6 +56,7 @@ class Loop:
         self.waiting: list[Sequence] = []
         self.restoring: dict[Sequence, Restoring] = {}
         self.seats = Seats(rt, options.max_rows, options.compile)
+        self._needs = Needs(rt, self.seats)
         #: whether newcomers have their first chunks before anybody's next step, instead of a turn each
         self._lets_in = self.seats.speculation is not None
         self._reading = Reading(Ladder.up_to(rt.chunk), max_gap(options.max_gap_ms, rt.device), self._lets_in)
@@ -304,7 +304,7 @@ class Loop:
                 continue
             try:
                 sequence = Sequence(self.rt, ticket)
-                self._refuse_what_never_fits(sequence)
+                self._needs.refuse_what_never_fits(sequence)
                 self.rt.memory.charge("queue", sequence, TOKEN_BYTES * len(sequence.prompt.tokens))
             except BaseException as e:  # what is written in Rust may panic
                 ticket.fail(self._its_own(e))
@@ -312,13 +312,6 @@ class Loop:
             self.waiting.append(sequence)
             if self.groups and not (self._lets_in and self._knocking):
                 break
-
-    def _refuse_what_never_fits(self, sequence: Sequence) -> None:
-        memory = self.rt.memory
-        rows = self._rows(sequence, True)
-        room = memory.room(memory.sequence_bytes(rows, self.rt.chunk))
-        if not room.ever:
-            raise memory.too_large(room, rows)
 
     def _leave(self) -> None:
         """Who no longer wants an answer goes, with all that was held for it. Rows notice at their next token."""
@@ -347,7 +340,7 @@ class Loop:
 
     def _admit(self) -> None:
         while self.waiting and self.active < self._max_rows:
-            found = self._admission.next(self.waiting, self._fits)
+            found = self._admission.next(self.waiting, lambda s: self._needs.fit(s, self.active))
             if found is None:
                 return
             sequence: Sequence = found  # type: ignore[assignment]
@@ -357,30 +350,10 @@ class Loop:
             except Exception as e:
                 self._lost(e, self._told(e), [sequence])
 
-    def _rows(self, sequence: Sequence, alone: bool) -> int:
-        """Rows of the caches that its prompt is read into: with the answer's where it will decode on them."""
-        n = len(sequence.prompt.tokens)
-        answer = min(sequence.limit, OPEN_END) if alone else 0
-        ahead = self.rt.lookahead if alone else 0
-        return reserve(n + answer, lookahead=ahead, max_len=self.rt.context_length)
-
-    @property
-    def _stays_alone(self) -> bool:
-        """Who is admitted now will decode on the caches that its prompt is read into, as far as can be foreseen."""
-        return not self.active or self.seats.obstacle is not None
-
-    def _fits(self, sequence: Any) -> bool:
-        """Room for its caches, and for a place in a batch where others are."""
-        memory = self.rt.memory
-        need = memory.sequence_bytes(self._rows(sequence, self._stays_alone), self.rt.chunk)
-        if self.active and self.seats.obstacle is None:
-            need += memory.sequence_bytes(self.seats.capacity_for(sequence))
-        return memory.room(need).fits
-
     def _begin(self, sequence: Sequence) -> None:
         """Look up, and start to read what is stored."""
         rt, store = self.rt, sequence.store
-        rows = self._rows(sequence, self._stays_alone)
+        rows = self._needs.rows(sequence, self._needs.alone(self.active))
         allotment = self._allotments[sequence] = Allotment(rt, sequence, rows, "restores" if store else "caches")
         rt.memory.release(sequence, "queue")
 

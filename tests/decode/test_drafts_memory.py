@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxkv.decode import loop, seats
+from mlxkv.decode import needs, seats
 from mlxkv.decode.group import Group
 from mlxkv.decode.request import Delta
 from tests import headed, tiny
@@ -44,7 +44,7 @@ def cycles(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("kind", ["head", "llama", "falcon_h1"])
 def test_a_cycle_holds_no_second_cache(tmp_path, cycles, monkeypatch, kind, rows):
-    for module in (loop, seats):
+    for module in (needs, seats):
         monkeypatch.setattr(module, "OPEN_END", 1 << 15)
     long: dict[str, Any] = {"max_position_embeddings": 1 << 16}
     model = headed.make(tmp_path / "model", **long) if kind == "head" else tiny.make(kind, tmp_path / "model", **long)

@@ -14,8 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxkv.cache.layout import probe
 from mlxkv.cache.ring import with_rings
 from mlxkv.cache.state import SequenceState
-from mlxkv.decode import loop as loop_module
-from mlxkv.decode import seats
+from mlxkv.decode import needs, seats
 from mlxkv.decode.loop import Loop
 from mlxkv.decode.memory import cycle_bytes, live_bytes
 from mlxkv.decode.solo import MemoryFull
@@ -105,7 +104,7 @@ def test_reserved_is_allocated(tiny_model, tmp_path, arch):
 
 def test_answers_that_outgrow_their_room(tiny_model, monkeypatch):
     """Cycles go across the end of what was there, alone and together."""
-    for module in (seats, loop_module):
+    for module in (seats, needs):
         monkeypatch.setattr(module, "OPEN_END", 16)
     alone = measure(tiny_model("llama"), [ask(tiny.ids(230), 60)], "random", draft_depth=8)
     assert alone.most_rows == 512
@@ -125,7 +124,7 @@ def test_no_draft_goes_past_the_context(tmp_path, n):
 
 def test_drafts_never_take_the_room_of_a_token(tiny_model, monkeypatch):
     """Who has no room for more goes on to the last row that there is, by narrower cycles."""
-    for module in (seats, loop_module):
+    for module in (seats, needs):
         monkeypatch.setattr(module, "OPEN_END", 16)
     drafter = Scripted(pattern("all", random.Random(1)), architectures.VOCAB)
     asked, alone = [ask(tiny.ids(200), 120), ask(tiny.ids(20, seed=1), 100)], Alone(tiny_model("llama"))

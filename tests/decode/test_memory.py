@@ -7,8 +7,7 @@ import time
 import pytest
 
 import mlxkv
-from mlxkv.decode import generation, seats
-from mlxkv.decode import loop as loop_module
+from mlxkv.decode import generation, needs, seats
 from mlxkv.decode.memory import live_bytes, weigh
 from mlxkv.decode.request import Request, SamplingParams
 from mlxkv.decode.solo import MemoryFull
@@ -121,7 +120,7 @@ def test_a_limit_that_cannot_work_is_refused_at_start(tiny_model):
 
 def test_who_outgrows_the_room_of_a_batch_fails_alone(tiny_model, monkeypatch):
     """Its neighbours needed no more columns: they go on, and get what they get alone."""
-    for module in (seats, loop_module):
+    for module in (seats, needs):
         monkeypatch.setattr(module, "OPEN_END", 16)
     alone = Alone(tiny_model("llama"))
     asked = [ask(tiny.ids(200), 120), ask(tiny.ids(20, seed=1), 100), ask(tiny.ids(30, seed=2), 90)]
