@@ -448,6 +448,8 @@ class Loop:
             if group not in self.groups:
                 return
         started, made = time.monotonic(), group.forwards
+        rows = [row.sequence for row in group.rows.values()]
+        known = sum(len(sequence.sampled) for sequence in rows)
         with self._changing(), self.pool.step():
             self.seats.step(group, self.handoff.may_cycle)
         seconds = time.monotonic() - started
@@ -456,7 +458,10 @@ class Loop:
         # what was in flight may only have been read, and who left took columns along
         says = bool(group.rows) and group.forwards > made
         self._reading.stepped(
-            group.executor.slots, max(group.positions().values(), default=0), seconds if says else 0.0
+            group.executor.slots,
+            max(group.positions().values(), default=0),
+            seconds if says else 0.0,
+            said=sum(len(sequence.sampled) for sequence in rows) > known,
         )
 
     def _greet(self) -> None:

@@ -20,7 +20,7 @@ class Reading:
         self._ladder, self._gap, self._together = ladder, gap, together
         self.prefills: dict[Sequence, Prefill] = {}
         self._turns, self._pace = Turns(), Pace()
-        #: seconds that chunks took since the latest step
+        #: seconds that chunks took since the latest token
         self._spent = 0.0
 
     @property
@@ -69,9 +69,11 @@ class Reading:
         self._pace.chunk_took(tokens, position, seconds)
         self._turns.besides(sequence)
 
-    def stepped(self, slots: int, columns: int, seconds: float) -> None:
-        """A group of this shape made a step; 0 seconds: none that says how long one takes."""
-        self._spent = 0.0
+    def stepped(self, slots: int, columns: int, seconds: float, said: bool = True) -> None:
+        """A group of this shape made a step; 0 seconds: none that says how long one takes. ``said``: it gave tokens;
+        one that was only submitted leaves those who wait for a token waiting."""
+        if said:
+            self._spent = 0.0
         self._pace.step_took(slots, columns, seconds)
 
     def forget(self) -> None:

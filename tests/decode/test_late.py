@@ -12,6 +12,7 @@ from mlxkv.cache.restoring import Restoring
 from mlxkv.decode import seats
 from mlxkv.decode.handoff import State
 from mlxkv.decode.loop import Loop
+from mlxkv.decode.reading import Reading
 from mlxkv.decode.seats import Seats
 from mlxkv.decode.speculation import Speculation
 from mlxkv.errors import EngineError
@@ -207,6 +208,28 @@ def _made_longer(model, alone, late, monkeypatch, n):
         assert [seen[n].tokens for n in (STREAM, 1, 2)] == [alone(r).token_ids for r in (stream, beside, late)]
         assert not left_behind(house)
         return True
+
+
+def test_chunks_between_two_tokens_share_one_gap(model, alone, company, monkeypatch):
+    """Where nothing was proposed a step is submitted and nothing said: what is read then counts for the same gap."""
+
+    class Silent(Scripted):
+        def propose(self, round, k):
+            return None
+
+    chunk, seen = Reading.chunk, []
+
+    def read(self, sequence, groups, among):
+        if groups:
+            seen.append((house.trace.count(("token", STREAM)), self._spent))
+        chunk(self, sequence, groups, among)
+
+    monkeypatch.setattr(Reading, "chunk", read)
+    with engine(model, Silent(pattern("none", random.Random(1)), architectures.VOCAB)) as made, watched(made) as house:
+        scene = Scene(company.streams[0], [("a turn begins", 2, company.late[3])])
+        assert scene.play(house, alone) == []
+    again = [spent for (said, _), (now, spent) in zip(seen, seen[1:], strict=False) if now == said]
+    assert again and all(spent > 0 for spent in again)
 
 
 #: where something happens: a point, or what the handoff has just come to
