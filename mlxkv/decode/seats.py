@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
+from .. import numerics
 from ..cache.batch import Batch, BatchError, obstacle, obstacle_of_drafts
+from ..cache.batch.head_traced import TracedHeads
 from ..cache.state import SequenceState
 from . import grouping
 from .batched import Batched
@@ -37,6 +39,9 @@ class Seats:
         self._rt = rt
         self.groups: list[Group] = []
         journals = rt.drafting.journals if rt.drafting is not None else None
+        self._compiled = compile == "on"
+        #: a head's rows are stored: in ``exact`` their bits are those of forwards that are not compiled
+        self._heads = TracedHeads() if self._compiled and numerics.mode() == "fast" else None
         self.steps = Steps(rt.model, compile=compile, journals=journals)
         self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None and rt.store is not None else Pool([], 0)
         #: None where nothing drafts
@@ -127,6 +132,22 @@ class Seats:
             except (BatchError, MemoryFull) as e:  # not yet, or not here
                 log.debug("a row decodes by itself: %s", e)
         self._seat_alone(row, state, allotment)
+        if self._compiled:
+            self._compile_alone(self.groups[-1])
+
+    def _compile_alone(self, group: Group) -> None:
+        """Compiled steps are those of batches: where the user wants them, a sequence alone is a batch of one."""
+        if self._together():
+            try:
+                self._batch_of(group, 1, 0)
+                self._admit(group)
+            except (BatchError, MemoryFull) as e:
+                log.debug("a row is not compiled: %s", e)
+
+    def _admit(self, group: Group) -> None:
+        """Trace what the group's batch needs."""
+        assert isinstance(group.executor, Batched)
+        self.steps.admit(group.executor.batch, self.pool, self._widths if self._drafts else ())
 
     def _seat_alone(self, row: Row, state: SequenceState, allotment: Allotment) -> None:
         run = Solo(self._rt.model, state, allotment.need, self._rt.drafting, self._rt.context_length)
@@ -356,7 +377,7 @@ class Seats:
             run.batch.join(slot, state)
             mx.eval(run.live())
         group.add(slot, row)
-        self.steps.admit(run.batch, self.pool, self._widths if self._drafts else ())
+        self._admit(group)
 
     def _batch_of(self, group: Group, slots: int, need: int) -> Batched:
         """Make a batch of a group that is one sequence on its own caches."""
@@ -370,6 +391,8 @@ class Seats:
             rt.memory.charge("snapshots", self.pool, self.pool.full_nbytes)
         with self._paying(group, None, (slots, capacity)):
             batch = Batch(rt.make_cache, rt.live, slots, capacity, spare=self._drafts)
+            for head in batch.heads:
+                head.rows.traced = self._heads
             batch.join(0, solo.state)
             mx.eval(batch.live())
         group.executor = batched = Batched(batch, self.steps, self.pool, self._drafts)
@@ -393,7 +416,7 @@ class Seats:
             run.batch.resize(slots, capacity, keep)
             mx.eval(run.live())
         group.renumber(keep)
-        self.steps.admit(run.batch, self.pool, self._widths if self._drafts else ())
+        self._admit(group)
 
     @contextmanager
     def _paying(

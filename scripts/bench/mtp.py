@@ -1,12 +1,12 @@
 """Speculation: what drafts gain, what they cost where they are useless, who waits for whom, and what a rewind costs.
 
-Plain is the fastest of mlxkv without drafts, mlxkv's compiled steps and mlx-lm, found first. Prompts are the demo
-model's held-out ones, whose answers end where they end. Nothing else should run on the machine.
+Plain is the fastest of mlxkv without drafts, the same with compiled steps (--compile on), and mlx-lm, found first.
+Prompts are the demo model's held-out ones, whose answers end where they end. Nothing else should run on the machine.
 
-tokens: tokens/s of decoding, all prompts together, at the best depth (found first too) against plain; greedy, and at
-temperature 0.7. useless: the same with a head of random weights and a depth that adapts. late: the first token of a
-request that comes while another one's answer is made, with drafts against without. rewind: taking two of three tokens
-back and making the states again, against one plain step, for each family whose layers keep a journal.
+tokens: tokens/s of decoding, all prompts together, at the best depth (compiled or not, found first too) against plain;
+greedy, and at temperature 0.7. useless: the same with a head of random weights and a depth that adapts. late: the
+first token of a request that comes while another one's answer is made, with drafts against without. rewind: taking two
+of three tokens back and making the states again, against one plain step, for each family whose layers keep a journal.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ import mlx_lm  # isort: skip
 
 import mlxkv
 from mlxkv import Engine
-from mlxkv.cache.batch import Batch
 from mlxkv.cache.state import SequenceState
 from mlxkv.config import EMBEDDED
 from mlxkv.decode.options import Options
 from mlxkv.decode.request import Delta, Request, SamplingParams
 from mlxkv.decode.runtime import open_runtime
 from mlxkv.decode.solo import Solo
-from mlxkv.decode.step import Steps
 
 from .main import ROOT, float32, random_model
 from .pairs import Bar, Result, environment, in_turn, judge, report
@@ -46,9 +44,7 @@ from demo_model.heldout import cases  # noqa: E402
 
 #: tokens of an answer at most
 MOST = 200
-DEPTHS = (1, 2, 3, 4, 6)
-#: what a compiled batch has room for: prompt and answer
-ROOM = 512
+DEPTHS = (2, 4, 8)
 
 
 def prompts(tokenizer: Any, step: int) -> list[list[int]]:
@@ -88,34 +84,8 @@ def mlx_lm_tps(model: Any, tokenizer: Any, asked: Sequence[list[int]], temperatu
     return tokens / seconds
 
 
-def compiled_tps(rt: Any, asked: Sequence[list[int]], temperature: float) -> float:
-    """Steps of a batch of one, compiled, with the tokens of each read as soon as they are there."""
-    steps = Steps(rt.model, compile="on")
-    tokens, seconds = 0, 0.0
-    for prompt in asked:
-        state = SequenceState.new(rt.make_cache())
-        rt.model(mx.array([prompt[:-1]], mx.int32), cache=state.caches)
-        state.advance(len(prompt) - 1)
-        mx.eval(state.live())
-        batch = Batch(rt.make_cache, rt.live, 1, ROOM)
-        batch.join(0, state)
-        steps.admit(batch)
-        token, started, made = prompt[-1], 0.0, 0
-        while made < MOST and len(prompt) + made < ROOM:
-            logits = steps.run(batch, mx.array([token], mx.int32))
-            if temperature:
-                sampled = mx.random.categorical(logits * (1 / temperature))
-            else:
-                sampled = mx.argmax(logits, axis=-1)
-            mx.eval(sampled, batch.live())
-            token = int(sampled.item())
-            made += 1
-            started = started or time.perf_counter()
-            if token in rt.eos:
-                break
-        tokens += made - 1
-        seconds += time.perf_counter() - started
-    return tokens / seconds
+def load(draft: str, **options: Any) -> Engine:
+    return mlxkv.load(EMBEDDED, cache=False, draft=draft, **options)
 
 
 def best(sides: dict[str, Callable[[], float]], rounds: int = 3) -> tuple[str, str]:
@@ -132,27 +102,25 @@ def best(sides: dict[str, Callable[[], float]], rounds: int = 3) -> tuple[str, s
 
 def tokens(temperature: float, bar: float, pairs: int, step: int) -> Result:
     model, tokenizer = float32(EMBEDDED)
-    rt, _ = open_runtime(Options(model=EMBEDDED, cache_dir=None, draft="off"))
     asked = prompts(tokenizer, step)
-    engines = {f"depth {k}": mlxkv.load(EMBEDDED, cache=False, draft="mtp", draft_depth=k) for k in DEPTHS}
-    engines["adapting"] = mlxkv.load(EMBEDDED, cache=False)
-    plain = mlxkv.load(EMBEDDED, cache=False, draft="off")
+    plain = {"mlxkv": load("off"), "compiled": load("off", compile="on")}
+    drafting = {f"depth {k}": load("mtp", draft_depth=k) for k in DEPTHS}
+    drafting |= {f"depth {k}, compiled": load("mtp", draft_depth=k, compile="on") for k in DEPTHS}
+    drafting["adapting"] = load("auto")
+
+    def side(engine: Engine) -> Callable[[], float]:
+        return lambda: tps(engine, asked, temperature=temperature)
+
     try:
-        sides: dict[str, Callable[[], float]] = {
-            "mlxkv": lambda: tps(plain, asked, temperature=temperature),
-            "compiled": lambda: compiled_tps(rt, asked, temperature),
-            "mlx-lm": lambda: mlx_lm_tps(model, tokenizer, asked, temperature),
-        }
+        sides = {name: side(engine) for name, engine in plain.items()}
+        sides["mlx-lm"] = lambda: mlx_lm_tps(model, tokenizer, asked, temperature)
         fastest, others = best(sides, 1 if pairs == 1 else 3)
-        drafted = {
-            name: (lambda engine=engine: tps(engine, asked, temperature=temperature))
-            for name, engine in engines.items()
-        }
+        drafted = {name: side(engine) for name, engine in drafting.items()}
         deepest, depths = best(drafted, 1 if pairs == 1 else 3)
         measured = in_turn(pairs, sides[fastest], drafted[deepest])
-        counts = engines[deepest].status()
+        counts = drafting[deepest].status()
     finally:
-        for engine in (*engines.values(), plain):
+        for engine in (*plain.values(), *drafting.values()):
             engine.close()
     note = f"tok/s, plain: {others}; drafts: {depths}; compared: {fastest} and {deepest}; {len(asked)} prompts; "
     note += f"{counts.accepted} of {counts.drafted} drafts accepted"
@@ -177,7 +145,7 @@ def useless(pairs: int, step: int) -> Result:
 
         def side(**options: Any) -> float:
             with mlxkv.load(made, cache=False, **options) as engine:
-                answer(engine, asked[0], max_tokens=8)  # what is built at first use
+                engine.warm_up()  # as the server does before it takes requests
                 value = tps(engine, asked[:6], logit_bias=bias)
                 seen.append(engine.status())
                 return value

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..layout import MemberSpec
+from .head_traced import TracedHeads
 from .place import GRANULE, Place
 from .rows import BatchGrowing
 
@@ -24,6 +25,8 @@ class HeadRowsOfAll:
     def __init__(self, spec: MemberSpec, slots: int, capacity: int) -> None:
         self._place = Place(slots)
         self.form = BatchGrowing(self._place, spec, slots, capacity + SPARE)
+        #: where forwards are compiled, what compiles them
+        self.traced: TracedHeads | None = None
 
     @property
     def made(self) -> list[int]:
@@ -36,15 +39,30 @@ class HeadRowsOfAll:
         """One forward of all slots: ``tokens`` [slots, n], ``hidden`` [slots, n, H] -> m [slots, n, H]. Row r stands
         behind the rows made of slot r; ``made`` is the caller's to raise. n is at most SPARE."""
         n = tokens.shape[1]
+        where = mx.array([self.made], mx.int32)
+        if self.traced is not None:
+            return self.traced.run(self, head, tokens, hidden, where)
         longest = max(self.made) + n
-        place = self._place
-        place.begin(mx.array([self.made], mx.int32), min(-(-longest // GRANULE) * GRANULE, self.form.columns), n)
+        columns = min(-(-longest // GRANULE) * GRANULE, self.form.columns)
+        return self.over(head, tokens, hidden, where, columns, step)
+
+    def over(
+        self,
+        head: Callable[..., mx.array],
+        tokens: mx.array,
+        hidden: mx.array,
+        where: mx.array,
+        columns: int | None,
+        step: int = 0,
+    ) -> mx.array:
+        """The forward itself, over ``columns`` (None: all), with rows made as ``where`` [1, slots] says."""
+        self._place.begin(where, columns, tokens.shape[1])
         self.form.begin()
         try:
             return head(tokens, hidden, self.form, step)
         finally:
             self.form.end()
-            place.clear()
+            self._place.clear()
 
     def join(self, slot: int, kv: KVCache) -> None:
         """Take over the rows of a solo cache, evaluated."""

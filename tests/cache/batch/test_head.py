@@ -11,6 +11,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.cache.batch.head import MOST, BatchHead
+from mlxkv.cache.batch.head_rows import HeadRowsOfAll
+from mlxkv.cache.batch.head_traced import TracedHeads
 from mlxkv.cache.batch.place import Place, Seat
 from mlxkv.cache.head import HeadCache
 from mlxkv.cache.layout import probe
@@ -248,3 +250,18 @@ def test_the_head_of_a_free_slot_disturbs_nobody(story):
         company.draft(2)
         company.step({0: 2}, 3)
     assert np.array_equal(np.array(one.draft(3)[:, 0]), np.array(other.draft(3)[:, 0]))
+
+
+def test_compiled_forwards_are_the_plain_ones(tmp_path):
+    """Of batches that come and go, traced once for a shape; rows and outputs within the order of sums."""
+    story, traced = Story(tmp_path / "model"), TracedHeads()
+    run, made = story.model.runner(), []
+    for compiled in (None, traced, traced):
+        rows = HeadRowsOfAll(story.spec, 2, 64)
+        rows.traced = compiled
+        rows.made[:] = [3, 0]
+        m = rows.run(run, story.tokens[:2, :1].astype(mx.int32), story.hidden[:2, :1])
+        made.append([m, *rows.arrays()])
+    assert traced.traces == 1
+    for other in made[1:]:
+        assert all(apart(a, b) <= 1e-5 for a, b in zip(other, made[0], strict=True))

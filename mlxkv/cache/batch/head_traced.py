@@ -1,0 +1,64 @@
+"""Compiled forwards of a batch's heads: the graph of so small a layer takes as long to build as to compute."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from .head_rows import HeadRowsOfAll
+
+#: compiled functions that live; the least recently used is dropped whole
+MOST = 16
+Key = tuple[int, int, int]
+
+
+class TracedHeads:
+    """Of one engine, whose batches come and go: a trace is of shapes and keeps no batch. For heads of one layer."""
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[Key, tuple[Any, list[HeadRowsOfAll]]] = OrderedDict()
+        #: how often a function was traced
+        self.traces = 0
+
+    def run(
+        self,
+        rows: HeadRowsOfAll,
+        head: Callable[..., mx.array],
+        tokens: mx.array,
+        hidden: mx.array,
+        where: mx.array,
+    ) -> mx.array:
+        """As ``HeadRowsOfAll.run``, over all columns; ``where``: [1, slots] int32, the rows made of each slot."""
+        key = (tokens.shape[0], rows.form.columns, tokens.shape[1])
+        if key not in self._made:
+            self._made[key] = self._function(head)
+        self._made.move_to_end(key)
+        while len(self._made) > MOST:
+            self._made.popitem(last=False)
+        function, cell = self._made[key]
+        arrays = rows.arrays()
+        cell.append(rows)
+        try:
+            m, after = function(tokens.astype(mx.int32), hidden, where, arrays)
+        finally:
+            cell.clear()
+            rows.form.bind(arrays)  # a trace leaves its own placeholders there
+        rows.form.bind(after)
+        return m
+
+    def _function(self, head: Callable[..., mx.array]) -> tuple[Any, list[HeadRowsOfAll]]:
+        cell: list[HeadRowsOfAll] = []
+
+        def forward(
+            tokens: mx.array, hidden: mx.array, where: mx.array, arrays: list[mx.array]
+        ) -> tuple[mx.array, list[mx.array]]:
+            self.traces += 1
+            rows = cell[0]
+            rows.form.bind(arrays)
+            return rows.over(head, tokens, hidden, where, None), rows.arrays()
+
+        return mx.compile(forward), cell
