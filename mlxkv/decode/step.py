@@ -54,8 +54,8 @@ class Steps:
     shape and keeps the faster. ``journals``: what the model's recurrent layers write down of a verify step.
 
     On a CPU auto never compiles: measured, a compiled step takes up to a quarter less (the demo model alone, 528
-    tokens/s against 396), but the first of its kind waits up to half a minute for its kernels to be built. In ``exact`` a compiled step is
-    used only where its results have the bits of a plain one.
+    tokens/s against 396), but the first of its kind waits up to half a minute for its kernels to be built. In ``exact``
+    a compiled step is used only where its results have the bits of a plain one.
     """
 
     def __init__(
