@@ -290,23 +290,23 @@ def _drafts(settings: Settings, network: Any, config: dict[str, Any], found: Fou
 
     from ..cache.rewind import check_drafts, most_drafts
     from ..cache.ring import with_rings
-    from ..decode.depth import deepest
-    from ..decode.drafting import choose, examine, group_size
+    from ..decode.drafting import NO_HEAD, choose, examine, most_at_a_time
     from ..decode.options import Options
     from ..models.spans import install
 
     given = settings.engine_options()
-    wanted = {key: given[key] for key in ("draft", "draft_model", "draft_depth", "ring_spare")}
+    options = Options(model="", **{key: given[key] for key in ("draft", "draft_model", "draft_depth", "ring_spare")})
     journals, _ = install(network)
     rewinds, state, journal = examine(
         network, lambda: with_rings(make_prompt_cache(network), settings.ring_spare), journals
     )
     stuck = [member for member in state.members or () if most_drafts(member, journal) == 0]
-    head = None if found.usable else found.reason or "the checkpoint has no multi-token-prediction head"
+    head = None if found.usable else found.reason or NO_HEAD
     try:
-        name, why = choose(Options(model="", **wanted), head=head, rewinds=rewinds)
+        name, why = choose(options, head=head, rewinds=rewinds)
         if name != "off" and not rewinds.again:
             check_drafts(state.members or [], settings.draft_depth or 1, journal)
+        most = most_at_a_time(options, config, rewinds, found.most_drafts if name == "mtp" else None)
     except ConfigError as error:
         return Check("drafts", "fail", error.message + _layers(stuck), error.cure)
     if name == "off":
@@ -314,9 +314,6 @@ def _drafts(settings: Settings, network: Any, config: dict[str, Any], found: Fou
         other = "; --draft ngram or --draft-model would" if possible else ""
         other += ", and run accepted tokens again" if possible and rewinds.again else ""
         return Check("drafts", "ok", f"none: {why}{other}{_layers(stuck)}")
-    most = deepest(group_size(config), rewinds.most)
-    if name == "mtp" and found.most_drafts is not None:
-        most = min(most, found.most_drafts)
     who = {"mtp": "by its own head", "ngram": "by look-up in the text", "model": f"by {settings.draft_model}"}[name]
     many = f"{settings.draft_depth} at a time" if settings.draft_depth else f"1 to {most} at a time, as many as pay"
     slow = f"; accepted tokens are run again{_layers(stuck)}" if rewinds.again else ""

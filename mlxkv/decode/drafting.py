@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,6 @@ from .drafters.mtp import MTP
 from .drafters.ngram import NGram
 from .memory import Memory
 from .options import Options
-
-log = logging.getLogger("mlxkv.engine")
 
 Caches = Callable[[], list[Any]]
 NO_HEAD = "the checkpoint has no multi-token-prediction head"
@@ -112,17 +109,25 @@ def prepare(
         return None, why
     if not rewinds.again:
         check_drafts(state.members or [], options.draft_depth or 1, journal)
+    in_a_row = loaded.head.most_drafts if name == "mtp" and loaded.head is not None else None
+    most = max(most_at_a_time(options, loaded.config, rewinds, in_a_row), options.draft_depth or 0)
     drafter = _drafter(name, options, loaded, headed)
-    most = deepest(group_size(loaded.config), rewinds.most)
-    if name == "mtp" and loaded.head is not None and loaded.head.most_drafts is not None:
-        most = min(most, loaded.head.most_drafts)
-        if options.draft_depth is not None and options.draft_depth > most:
-            raise ConfigError(
-                f"{options.draft_depth} drafts were asked for, and this model's head makes {most} in a row.",
-                f"Give --draft-depth {most} or less.",
-            )
-    most = max(most, options.draft_depth or 0)
     return Drafting(drafter, journals, most, options.draft_depth, rewinds.again), None
+
+
+def most_at_a_time(options: Options, config: dict[str, Any], rewinds: Rewinds, in_a_row: int | None) -> int:
+    """Drafts of a cycle at most, as state, device and head allow; ``in_a_row``: what the head that drafts makes, None
+    for any number and for other drafters. Raises ConfigError where the user fixed more than the head makes."""
+    most = deepest(_group_size(config), rewinds.most)
+    if in_a_row is None:
+        return most
+    most = min(most, in_a_row)
+    if options.draft_depth is not None and options.draft_depth > most:
+        raise ConfigError(
+            f"{options.draft_depth} drafts were asked for, and this model's head makes {most} in a row.",
+            f"Give --draft-depth {most} or less.",
+        )
+    return most
 
 
 def no_head(loaded: Loaded) -> str | None:
@@ -143,7 +148,7 @@ def _drafter(name: str, options: Options, loaded: Loaded, headed: WithHead | Non
     return NGram()
 
 
-def group_size(config: dict[str, Any]) -> int:
+def _group_size(config: dict[str, Any]) -> int:
     """Query heads of each head of keys and values, which limits drafts on Metal; 0 elsewhere."""
     if not mx.metal.is_available():
         return 0

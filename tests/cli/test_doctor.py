@@ -158,3 +158,11 @@ def test_layers_that_take_nothing_back_are_named(cli, tmp_path):
     check = checks(found)["drafts"]
     assert found.code == 0 and check["status"] == "ok"
     assert "accepted tokens are run again (layers that take nothing back: recurrent: 0, 1)" in check["detail"]
+
+
+def test_more_drafts_than_a_head_makes_fail_here_as_in_an_engine(cli, tmp_path):
+    from tests import headed
+
+    folder = headed.make(tmp_path / "mimo", "mimo")
+    check = checks(cli("doctor", "--model", folder, "--draft-depth", 2, "--json"))["drafts"]
+    assert check["status"] == "fail" and "makes 1 in a row" in check["detail"] and "--draft-depth 1" in check["cure"]
