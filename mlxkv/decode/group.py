@@ -326,7 +326,7 @@ class Group:
             for token, logprob in tokens:
                 try:
                     piece, reason = sequence.accept(token, logprob)
-                except BaseException as e:  # as in ``_read``
+                except BaseException as e:  # this sequence's own: its tokenizer, its grammar; in Rust some panic
                     ended[slot] = Ended(sequence, error=e)
                     break
                 kept[slot] += 1
@@ -349,22 +349,10 @@ class Group:
 
     def _read(self) -> tuple[list[Said], dict[int, Ended]]:
         """What there is to say, and who ends with it, by slot."""
-        said: list[Said] = []
-        ended: dict[int, Ended] = {}
         if self._sampled is None:
-            return said, ended
+            return [], {}
         read, self._sampled = self._sampled.read(), None
-        for slot, row in self.rows.items():
-            sequence = row.sequence
-            token, logprob = read[slot]
-            try:
-                piece, reason = sequence.accept(token, logprob)
-            except BaseException as e:  # this sequence's own: its tokenizer, its grammar; in Rust some panic
-                ended[slot] = Ended(sequence, error=e)
-                continue
-            said.append((sequence, piece, token, logprob))
-            if reason is not None:
-                ended[slot] = Ended(sequence, reason)
+        said, ended, _ = self._accept({slot: [read[slot]] for slot in self.rows})
         return said, ended
 
     def _say(self, said: list[Said]) -> None:

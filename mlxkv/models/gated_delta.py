@@ -261,17 +261,8 @@ def _heads(layer: Any, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     return q, k, v.reshape(B, S, layer.num_v_heads, layer.head_v_dim)
 
 
-class _Chunked:
+class _Chunked(_Parts):
     """What both layers share: convolution and recurrence of a prompt's piece, and when that way may be taken."""
-
-    conv_kernel_size: int
-    key_dim: int
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    training: bool
-    sharding_group: Any
 
     @staticmethod
     def gains(tokens: int, dtype: mx.Dtype, cache: Any) -> bool:
