@@ -186,12 +186,9 @@ class Group:
         """Tokens are in flight."""
         return self._sampled is not None
 
-    def drain(self) -> list[Ended]:
-        """Nothing is drafted or in flight afterwards, and the state of each row stands at committed − 1; who ended."""
-        return self.settle()
-
     def settle(self) -> list[Ended]:
-        """Read the tokens in flight and submit nothing; who ended. All is evaluated then."""
+        """Read the tokens in flight and submit nothing; who ended. All is evaluated then, and each row's state stands at
+        committed − 1."""
         if self._sampled is None:
             mx.eval(self.executor.live())  # what the last cycle left
         self._remember()

@@ -160,7 +160,7 @@ class Seats:
     def drain(self, group: Group) -> None:
         """Say what is verified, and leave nothing of a group in flight. Fails as ``step`` does."""
         self.touched = [group]
-        self._give_back(end.sequence for end in group.drain())
+        self._settle(group)
 
     def step(self, group: Group, cycle: bool = True) -> None:
         """One step of a group, a ``cycle`` where that is allowed and it speculates. If it raises, the group's rows have
