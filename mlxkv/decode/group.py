@@ -187,8 +187,8 @@ class Group:
         return self._sampled is not None
 
     def settle(self) -> list[Ended]:
-        """Read the tokens in flight and submit nothing; who ended. All is evaluated then, and each row's state stands at
-        committed − 1."""
+        """Read the tokens in flight and submit nothing; who ended. All is evaluated then, and all rows' states stand
+        at committed − 1."""
         if self._sampled is None:
             mx.eval(self.executor.live())  # what the last cycle left
         self._remember()
