@@ -64,6 +64,7 @@ class Restoring:
         self._bad: set[tuple[bytes, str]] = set()
         self._adopted: set[tuple[bytes, str]] = set()
         self._failure: str | None = None
+        self._wanted = 0  # where the first plan that failed would have led
         self._legacy = plan.legacy
         self._fetch: Fetch | None = None
         self._state: SequenceState | None = None
@@ -232,7 +233,9 @@ class Restoring:
             store._adopt(entry)
         # what it hangs on stays as long as it does
         store._note_use(plan.state.key if plan.state is not None else plan.pieces[-1].entry.key)
-        reason = self._failure or plan.reason if plan.position < self._limit else None
+        # what failed cost nothing if other records lead as far
+        failure = self._failure if plan.position < self._wanted else None
+        reason = failure or plan.reason if plan.position < self._limit else None
         source = "legacy" if self._legacy & self.pinned else "ssd" if "ssd" in restorer.used else "ram"
         self._conclude(self._state, Lookup(plan.position, source, reason, None if reason is None else plan.position))
 
@@ -240,6 +243,7 @@ class Restoring:
         """A record failed: its verdict, and the next plan."""
         store, key = self._store, (e.entry.key, e.kind)
         self._state = None
+        self._wanted = max(self._wanted, self._plan.position)
         first = key not in self._adopted
         other = isinstance(e.error, OtherRows) and first and store._adopt(e.entry, e.kind)
         if other or (first and store._merged(e)):

@@ -453,7 +453,8 @@ class PrefixStore:
         """Whether a leaf's rows are gone because they were merged into a block after the plan was made."""
         if failed.kind == "state" or not isinstance(failed.error, MissingRecord):
             return False
-        with contextlib.suppress(sqlite3.Error):
+        # who merges removes files before the index says so: behind its transaction, not before
+        with contextlib.suppress(sqlite3.Error, OSError), self.index.transaction(checked=False):
             now = self.index.entry(failed.entry.key)
             return now is not None and now.row_start == now.end != failed.entry.row_start
         return False

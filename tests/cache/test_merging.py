@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from mlxkv.cache.catalogue import Forest, look
 from mlxkv.cache.eviction import free
+from mlxkv.cache.folder import CacheFolder
 from mlxkv.cache.ledger import minimum
 from mlxkv.cache.merging import Merger
 from mlxkv.cache.policy import Policy
@@ -370,3 +372,30 @@ def test_it_happens_at_idle_and_not_during_a_request(folder):
         merged(store)
     assert store.writer.counters.merged_files == 0 and os.listdir(folder / "d" / "tmp") == []
     store.close()
+
+
+def test_files_that_go_before_the_index_says_so(folder):
+    """Who meets a file that is gone, while the transaction that merges it is still open, waits for that: nothing was
+    evicted, and nothing of the leaf is forgotten."""
+    model = MODELS["mixed"]
+    store, prompts = talk(model, folder / "c", turns=8)
+    other = model.open(folder / "c", block=BLOCK)
+    plans = [other.lookup(prompt) for prompt in prompts]
+    real, gone = CacheFolder.remove, threading.Event()
+
+    def remove(self, key: bytes, kind: str) -> None:
+        real(self, key, kind)
+        if self is store.folder and kind == "rows" and not gone.is_set():
+            gone.set()
+            time.sleep(0.3)
+
+    with mock.patch.object(CacheFolder, "remove", remove):
+        assert store.writer.flush(20) and store.writer.merge() and gone.wait(20)
+        for prompt, plan in zip(prompts, plans, strict=True):
+            with mock.patch.object(other, "lookup", return_value=plan):
+                assert ask(model, other, prompt, keep=False).reason is None
+    assert store.writer.flush(20) and not other.faults
+    verify(folder / "c", store)
+    assert not verify_all(folder / "c").unreachable
+    for each in (store, other):
+        each.close()
