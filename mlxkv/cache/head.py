@@ -94,6 +94,10 @@ class HeadCache(OwnCache):
 
     # drafting
 
+    def prepare(self, slots: Sequence[int]) -> None:
+        """Make what rows can be made before the next root is known, lazily."""
+        self.catch_up()
+
     def can_draft(self, slots: Sequence[int]) -> bool:
         """Whether there is a hidden state to begin with."""
         return self.seen > 0

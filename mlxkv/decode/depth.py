@@ -122,8 +122,8 @@ class History:
     def __init__(self, engine: Accepted) -> None:
         self.accepted, self.engine = Accepted(FADE), engine
         # where earlier ones had nothing accepted, the second try waits longer
-        hopeless = engine.seen(0) > 8 and engine.rate(0, GUESS) < HOPELESS
-        self.course = Course(8 * PARK if hopeless else PARK)
+        self.hopeless = engine.seen(0) > 8 and engine.rate(0, GUESS) < HOPELESS
+        self.course = Course(8 * PARK if self.hopeless else PARK)
 
     def rates(self, k: int) -> list[float]:
         """How likely each of ``k`` drafts is accepted if those before are: what this sequence has shown, and besides
@@ -274,6 +274,10 @@ class Depth:
 
     # what to do
 
+    def hopeless(self, rows: Sequence[History]) -> bool:
+        """Whether drafts of these new rows are hardly worth preparing for."""
+        return self.fixed is None and all(row.hopeless for row in rows)
+
     def next(self, rows: Sequence[History], most: int | None = None) -> int:
         """Drafts for the next cycle of a group of these rows; 0: a plain step. ``most``: what is left of their answers
         and their room allow."""
@@ -339,6 +343,11 @@ class Depth:
         costs.forget(0)
         course.cycles, course.steps, course.look = 0, LOOK_STEPS, min(LOOKS, 2 * course.look)
         return True
+
+    def seconds(self, rows: int, k: int) -> tuple[float, float]:
+        """What a plain step of so many rows takes, and a cycle of ``k`` drafts; 0 before plain ones were measured."""
+        costs = self._costs_of(rows)
+        return (costs.plain, costs.cycle(k, self._like(rows))) if costs.plain else (0.0, 0.0)
 
     # what was done
 

@@ -239,12 +239,20 @@ class Group:
                 if following is None:
                     following = self._submit(ahead if ahead is not None else self._forward(self._inputs()))
                 self._sampled = following
+                self._begin()
         finally:  # who came to an end just now has it, whatever happened to the others
             self._say(said)
         self.rested += 1
         return list(ended.values())
 
     # speculation
+
+    def _begin(self) -> None:
+        """Behind first tokens, which are in flight, the drafter's first work is done. Not for newcomers beside others:
+        on a CPU their first tokens would wait for it."""
+        new = all(not row.sequence.sampled for row in self.rows.values())
+        if new and self._speculation is not None and self._speculation.begin(self.rows, self.executor):
+            mx.async_eval(*self.executor.live())
 
     def _drafts(self) -> int:
         """How many tokens to draft for each row now; 0: a plain step is made. First tokens do not wait for drafts."""
@@ -407,7 +415,7 @@ class Group:
         self._close({slot: end})
 
     def _close(self, ended: dict[int, Ended]) -> None:
-        if ended:
+        if any(end.sequence.recorder is not None for end in ended.values()):  # else nobody reads its state
             mx.eval(self.executor.live())
         for slot, end in ended.items():
             if self._speculation is not None:

@@ -26,7 +26,7 @@ from .options import Options
 from .pace import Ladder
 from .pool import Pool
 from .prefill import Prefill
-from .reading import Reading
+from .reading import Patience, Reading
 from .runtime import Runtime
 from .scheduler import Admission, Rounds, max_gap
 from .seats import Seats
@@ -62,6 +62,7 @@ class Loop:
         self._reading = Reading(Ladder.up_to(rt.chunk), max_gap(options.max_gap_ms, rt.device), self._lets_in)
         #: rows of the caches of those who do not decode yet
         self._allotments: dict[Sequence, Allotment] = {}
+        self._patience = Patience()
         self._steps, self._step_s = 0, 0.0
         self._rested = 0
         self._admitted = False
@@ -164,7 +165,7 @@ class Loop:
             self._regroup()
         if step is None and self.groups:  # whose prompt was read just now
             step = self._rounds.next(self.groups)
-        if step is not None and step.group in self.groups:
+        if step is not None and step.group in self.groups and not self._waits(step.group):  # type: ignore[arg-type]
             self._step(step.group)  # type: ignore[arg-type]
         if self.prefills:
             self._greet()
@@ -463,6 +464,16 @@ class Loop:
             seconds if says else 0.0,
             said=sum(len(sequence.sampled) for sequence in rows) > known,
         )
+
+    def _waits(self, group: Group) -> bool:
+        """Whether a stream that shares its time with a newcomer makes no cycle between these two chunks."""
+        drafts = self.seats.speculation
+        if drafts is None or self.handoff.state is not State.SHARING or not self.prefills:
+            self._patience.forget()
+            return False
+        if not drafts.last or self._reading.hurried or not group.speculates:
+            return False
+        return self._patience.waits(*drafts.depth.seconds(len(group.rows), drafts.last))
 
     def _greet(self) -> None:
         """First tokens are read at once: they would wait for the next chunk of another's prompt. By a step, so that the

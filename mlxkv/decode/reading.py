@@ -11,6 +11,25 @@ from .scheduler import Turns, next_chunk
 from .sequence import Sequence
 
 
+class Patience:
+    """Cycles of a stream between the chunks of a newcomer's prompt take no more of its time than plain steps would: the
+    stream saves up what those would have taken, and makes a cycle when it can pay for one."""
+
+    def __init__(self) -> None:
+        self._saved = 0.0
+
+    def waits(self, plain: float, cycle: float) -> bool:
+        """Whether a stream whose steps take ``plain`` seconds, and whose cycles ``cycle``, waits for another chunk."""
+        self._saved += plain
+        if self._saved < cycle:
+            return True
+        self._saved -= cycle
+        return False
+
+    def forget(self) -> None:
+        self._saved = 0.0
+
+
 class Reading:
     """``prefills`` by sequence, in the order in which they were admitted."""
 
@@ -68,6 +87,11 @@ class Reading:
         self._spent += seconds
         self._pace.chunk_took(tokens, position, seconds)
         self._turns.besides(sequence)
+
+    @property
+    def hurried(self) -> bool:
+        """Those who decode have waited for half of what they may."""
+        return self._spent > self._gap / 2
 
     def stepped(self, slots: int, columns: int, seconds: float, said: bool = True) -> None:
         """A group of this shape made a step; 0 seconds: none that says how long one takes. ``said``: it gave tokens;

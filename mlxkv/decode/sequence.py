@@ -60,7 +60,7 @@ class Sequence:
         self.lookup = Lookup(0, "none", "off", 0)
         self.drafts = DraftReport()
         self.lookup_s = self.restore_s = self.prefill_s = 0.0
-        self.restoring_since = self._first_at = self._ttft_s = 0.0
+        self.restoring_since = self._first_at = self._last_at = self._ttft_s = 0.0
         self._cut = False  # a stop string ended the text, which is therefore not all that the tokens say
         self._detokenizer, self._stops = Detokenizer(runtime.tokenizer), StopStrings(self.request.sampling.stop)
 
@@ -158,8 +158,9 @@ class Sequence:
         self.sampled.append(token)
         if logprob is not None and self.logprobs is not None:
             self.logprobs.append(logprob)
+        self._last_at = time.monotonic()
         if len(self.sampled) == 1:
-            self._first_at = time.monotonic()
+            self._first_at = self._last_at
             self._ttft_s = self._first_at - self.ticket.received
         ended = token in self.rt.eos
         last = len(self.sampled) >= self.limit
@@ -228,7 +229,7 @@ class Sequence:
         return completion
 
     def _completion(self, reason: FinishReason) -> Completion:
-        decode_s = time.monotonic() - self._first_at if self._first_at else 0.0
+        decode_s = self._last_at - self._first_at  # what is stored afterwards is not decoding
         n = len(self.sampled)
         return Completion(
             text=self.text,

@@ -82,6 +82,14 @@ class Speculation:
         """Drafts for the next cycle, at most ``most``; 0: a plain step."""
         return self.depth.next(self._histories(rows), most)
 
+    def begin(self, rows: Mapping[int, Drafted], run: Drafts) -> bool:
+        """The first tokens of these rows were submitted. Whether something is to be evaluated behind them."""
+        if self.depth.hopeless(self._histories(rows)):
+            return False
+        asked = {slot: Asked(row.sequence, Trial(row.sequence.sampler)) for slot, row in rows.items()}
+        self.drafter.begin(Round(asked, run.slots, run.heads))
+        return True
+
     def propose(self, rows: Mapping[int, Drafted], run: Drafts, k: int) -> Proposal | None:
         """Drafts of these rows; None where there are none, or the drafter has to come up with them first."""
         trials = {slot: Trial(row.sequence.sampler) for slot, row in rows.items()}

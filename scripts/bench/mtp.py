@@ -59,44 +59,54 @@ def answer(engine: Engine, prompt: list[int], **sampling: Any) -> Any:
     return engine.submit(Request(tokens=list(prompt), sampling=params)).result()
 
 
+#: one prompt, and a seed -> tokens after the answer's first one, and the seconds that they took
+One = Callable[[list[int], int], tuple[int, float]]
+
+
+def decoded(engine: Engine, prompt: list[int], **sampling: Any) -> tuple[int, float]:
+    done = answer(engine, prompt, **sampling)
+    n = len(done.token_ids) - 1
+    return (n, n / done.timings.decode_tps) if n > 0 else (0, 0.0)
+
+
 def tps(engine: Engine, asked: Sequence[list[int]], **sampling: Any) -> float:
     """Tokens/s after each answer's first token."""
-    tokens, seconds = 0, 0.0
-    for prompt in asked:
-        done = answer(engine, prompt, **sampling)
-        n = len(done.token_ids) - 1
-        if n > 0:
-            tokens += n
-            seconds += n / done.timings.decode_tps
-    return tokens / seconds
+    found = [decoded(engine, prompt, **sampling) for prompt in asked]
+    return sum(n for n, _ in found) / sum(seconds for _, seconds in found)
 
 
-def mlx_lm_tps(model: Any, tokenizer: Any, asked: Sequence[list[int]], temperature: float) -> float:
-    tokens, seconds = 0, 0.0
+def mlx_lm_decoded(model: Any, tokenizer: Any, prompt: list[int], temperature: float) -> tuple[int, float]:
     sampler = mlx_lm.sample_utils.make_sampler(temp=temperature)
-    for prompt in asked:
-        first, count = 0.0, 0
-        for _ in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=MOST, sampler=sampler):
-            count += 1
-            first = first or time.perf_counter()
-        tokens += count - 1
-        seconds += time.perf_counter() - first
-    return tokens / seconds
+    first = last = 0.0
+    count = 0
+    for _ in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=MOST, sampler=sampler):
+        count += 1
+        last = time.perf_counter()
+        first = first or last
+    return count - 1, last - first
+
+
+def all_tps(sides: Sequence[One], asked: Sequence[list[int]], seed: int) -> list[float]:
+    """Tokens/s of each side over all prompts. They take turns prompt by prompt, so that a machine that becomes slower
+    becomes so for all; who is first changes from prompt to prompt."""
+    tokens, seconds = [0] * len(sides), [0.0] * len(sides)
+    for number, prompt in enumerate(asked):
+        for i in range(len(sides)):
+            side = (i + number + seed) % len(sides)
+            n, took = sides[side](prompt, seed)
+            tokens[side] += n
+            seconds[side] += took
+    return [n / s for n, s in zip(tokens, seconds, strict=True)]
 
 
 def load(draft: str, **options: Any) -> Engine:
     return mlxkv.load(EMBEDDED, cache=False, draft=draft, **options)
 
 
-def best(sides: dict[str, Callable[[], float]], rounds: int = 3) -> tuple[str, str]:
+def best(sides: dict[str, One], asked: Sequence[list[int]], rounds: int) -> tuple[str, str]:
     """The name of the fastest, measured in turn, and all medians for people."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name, side in sides.items():
-            value = side()
-            if turn:
-                found[name].append(value)
-    medians = {name: statistics.median(values) for name, values in found.items()}
+    found = [all_tps(list(sides.values()), asked, turn) for turn in range(rounds + 1)][1:]
+    medians = {name: statistics.median(values) for name, values in zip(sides, zip(*found, strict=True), strict=True)}
     return max(medians, key=medians.__getitem__), ", ".join(f"{n} {v:.0f}" for n, v in medians.items())
 
 
@@ -108,16 +118,20 @@ def tokens(temperature: float, bar: float, pairs: int, step: int) -> Result:
     drafting |= {f"depth {k}, compiled": load("mtp", draft_depth=k, compile="on") for k in DEPTHS}
     drafting["adapting"] = load("auto")
 
-    def side(engine: Engine) -> Callable[[], float]:
-        return lambda: tps(engine, asked, temperature=temperature)
+    def side(engine: Engine) -> One:
+        def one(prompt: list[int], seed: int) -> tuple[int, float]:  # the same seed gives both sides the same text
+            return decoded(engine, prompt, temperature=temperature, seed=seed if temperature else None)
+
+        return one
 
     try:
         sides = {name: side(engine) for name, engine in plain.items()}
-        sides["mlx-lm"] = lambda: mlx_lm_tps(model, tokenizer, asked, temperature)
-        fastest, others = best(sides, 1 if pairs == 1 else 3)
+        sides["mlx-lm"] = lambda prompt, _: mlx_lm_decoded(model, tokenizer, prompt, temperature)
+        rounds = 1 if pairs == 1 else 3
+        fastest, others = best(sides, asked, rounds)
         drafted = {name: side(engine) for name, engine in drafting.items()}
-        deepest, depths = best(drafted, 1 if pairs == 1 else 3)
-        measured = in_turn(pairs, sides[fastest], drafted[deepest])
+        deepest, depths = best(drafted, asked, rounds)
+        measured = [all_tps([sides[fastest], drafted[deepest]], asked, pair) for pair in range(pairs + 1)][1:]
         counts = drafting[deepest].status()
     finally:
         for engine in (*plain.values(), *drafting.values()):

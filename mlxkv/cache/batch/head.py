@@ -177,6 +177,13 @@ class BatchHead(Form):
 
     # drafting, at the edge of a step
 
+    def prepare(self, slots: Sequence[int]) -> None:
+        """The heads of these rows make what rows they can before the next root is known, lazily. A step was submitted,
+        and no newer one is built."""
+        for slot in slots:
+            self.feed(slot)
+            self._head(slot).catch_up()
+
     def can_draft(self, slots: Sequence[int]) -> bool:
         """Whether the body has shown each of these rows a hidden state."""
         return all(self.place.positions[slot] > 0 and self.heads[slot] is not None for slot in slots)

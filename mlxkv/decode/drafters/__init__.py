@@ -55,6 +55,10 @@ class Trial(Protocol):
 class Heads(Protocol):
     """The prediction head's caches of a group: one sequence's own (``HeadCache``), or a batch's (``BatchHead``)."""
 
+    def prepare(self, slots: Sequence[int]) -> None:
+        """Read of these rows what can be read before their next tokens are known, lazily."""
+        ...
+
     def can_draft(self, slots: Sequence[int]) -> bool:
         """Whether the body has shown a hidden state for each of these rows."""
         ...
@@ -97,6 +101,11 @@ class Drafter(Protocol):
     tokens, so that a resumed sequence gets the drafts that it would have got."""
 
     name: ClassVar[DrafterName]
+
+    def begin(self, round: Round) -> None:
+        """The first tokens of these rows are in flight, and drafts may be asked for next: what can be read already is
+        read meanwhile, lazily."""
+        ...
 
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:
         """Whether ``propose`` can be asked about these rows. A drafter that has to read their tokens first reads at

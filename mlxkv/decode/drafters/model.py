@@ -56,6 +56,9 @@ class DraftModel:
         """Bytes of its caches for a sequence with room for ``rows`` rows."""
         return live_bytes(self.layout, rows, CHUNK)
 
+    def begin(self, round: Round) -> None:
+        """Nothing: ``ready`` reads."""
+
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:
         """Reads at most ``budget`` tokens of these rows. False, for as long as it lasts, where memory has no room for a
         row's caches, or the model's context none for its tokens."""

@@ -26,6 +26,11 @@ class MTP:
     def __init__(self, logits: Callable[[mx.array, int], mx.array]) -> None:
         self._logits = logits
 
+    def begin(self, round: Round) -> None:
+        """The head reads the prompt, as far as it was not stored."""
+        if round.heads is not None:
+            round.heads.prepare(list(round.rows))
+
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:
         """Always: what waits for the head is bounded, and read by the first draft's own forward."""
         return True

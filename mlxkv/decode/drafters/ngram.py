@@ -86,6 +86,9 @@ class NGram:
         self._runs = min_n, max_n
         self._known: dict[Drafted, Index] = {}
 
+    def begin(self, round: Round) -> None:
+        """Nothing: ``ready`` reads."""
+
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:
         """Reads ``READ`` times as many tokens: it takes no forward."""
         most = READ * budget
