@@ -245,9 +245,9 @@ class Output:
         completion, output = part.completion, self.response["output"]
         whole = part.finish != "length"
         events: list[Event] = []
-        if not any(item["type"] in ("message", "function_call") for item in output):
-            if whole or self._held[Text].text:  # an answer without a word is a message still
-                events += self._open_said("message", self._held[Text])
+        said = any(item["type"] in ("message", "function_call") for item in output)
+        if not said and (whole or self._held[Text].text):  # an answer without a word is a message still
+            events += self._open_said("message", self._held[Text])
         events += self._close("completed" if whole else "incomplete")
         self.done = True
         self.response |= {
