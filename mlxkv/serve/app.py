@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 
 from ..decode.request import SamplingParams
 from ..errors import DeviceError, ModelError
-from . import errors
-from .chat import complete
+from . import chat, errors
 from .guard import BodyLimit, HostGuard
-from .schema import ChatRequest
 from .server import Server
 
 if TYPE_CHECKING:
@@ -46,11 +44,8 @@ def create_app(
     app.add_middleware(BodyLimit, limit=max_body)
     app.add_middleware(HostGuard, host=host)
     errors.install(app, on_device_error)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """A chat completion, whole or as a stream of server-sent events."""
-        return await complete(server, body, request)
+    app.state.server = server
+    app.include_router(chat.router)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
