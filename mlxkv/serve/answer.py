@@ -171,7 +171,7 @@ class Answer:
 
     async def _open(self) -> None:
         """Get the engine, check the request, queue its first choice."""
-        engine = await self._stack.enter_async_context(seams.lease(self.server, self.asked.model))
+        engine = await self._stack.enter_async_context(self.server.lease(self.asked.model))
         self.engine = engine
         self._request = await asyncio.to_thread(seams.prepared, engine, self.asked)
         for choice in range(self.asked.n):

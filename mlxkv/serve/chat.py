@@ -13,16 +13,15 @@ from .answer import Answer, Tokens, Whole, WholeChoice, collect
 from .errors import error_of
 from .parts import Begun, Ended, Part, Text
 from .schema import ChatRequest
-from .server import Server
+from .server import Serving
 from .sse import EventStream, event
 
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(body: ChatRequest, request: Request) -> Response:
+async def chat_completions(server: Serving, body: ChatRequest, request: Request) -> Response:
     """A chat completion, whole or as a stream of server-sent events."""
-    server: Server = request.app.state.server
     answer = await Answer.begin(server, body.to_asked(server), request)
     if body.stream:
         options = body.stream_options

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..decode.request import Delta, FinishReason, Request
-from ..errors import ModelError, PromptTooLong
+from ..errors import PromptTooLong
 from .parts import Asked, Part, Reasoning, Text, Tools
 
 if TYPE_CHECKING:
@@ -17,14 +15,6 @@ if TYPE_CHECKING:
     from .server import Server
 
 log = logging.getLogger("mlxkv.serve")
-
-
-@asynccontextmanager
-async def lease(server: Server, model: str) -> AsyncIterator[Engine]:
-    """The engine of ``model``, which stays loaded meanwhile. Raises ModelError."""
-    if not server.serves(model):
-        raise ModelError(f"There is no model {model[:200]!r} here.", f"This server runs {server.model_name}.")
-    yield server.engine
 
 
 def prepared(engine: Engine, asked: Asked) -> Request:
