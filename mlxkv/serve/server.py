@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..decode.request import SamplingParams
 from ..errors import DeviceError
+from .metrics import Metrics
+from .record import Record
 
 if TYPE_CHECKING:
     from ..decode.engine import Engine
@@ -27,6 +29,14 @@ class Server:
     cache_salt: str = ""
     on_device_error: Callable[[DeviceError], None] | None = None
     started: int = field(default_factory=lambda: int(time.time()))
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(lambda: {self.model_name: self.engine})
+
+    def observe(self, record: Record) -> None:
+        """A request is over: one log line, and the counters."""
+        self.metrics.observe(record)
 
     def serves(self, model: str) -> bool:
         """Whether a request's ``model`` is the one that runs here: its name, its path, or the last part of either."""
