@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ PREFIX = "mlxkv:"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _PER_TOKEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+
+#: requests that are remembered for /v1/status
+RECENT = 50
 
 
 class Metrics:
@@ -73,6 +77,8 @@ class Metrics:
         self._gaps = GapCollector(PREFIX)
         self.registry.register(self._gaps)
         self.registry.register(EngineCollector(PREFIX, engines))
+        #: the requests that ended last
+        self.recent: deque[Record] = deque(maxlen=RECENT)
         self._lock = threading.Lock()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -81,11 +87,13 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
 
-    def observe(self, record: Record) -> None:
-        """A request is over: one log line, without a word of what was said, and the counters. Any thread."""
+    def observe(self, record: Record, model: str) -> None:
+        """A request is over: one log line, without a word of what was said, and the counters. ``model``: its name in
+        the registry, "" for one that is not there: what anybody may make up is no label. Any thread."""
         level = logging.INFO if record.status < 500 else logging.WARNING
         log.log(level, "%s", record.line(), extra={"request": record.to_json()})
-        model, finish = record.label, record.finish
+        finish = record.finish
+        self.recent.append(record)
         self._requests.labels(model, record.route, str(record.status), finish).inc()
         if record.status == 200 and record.error is None:
             self._success.labels(model, finish).inc()

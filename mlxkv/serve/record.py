@@ -154,12 +154,6 @@ class Record:
             return "error"
         return self.outcomes[0].finish if self.outcomes else "cancelled"
 
-    @property
-    def label(self) -> str:
-        """The model's name for metrics: none for one that was asked for and does not exist, or anybody could make
-        up as many as he likes."""
-        return "" if self.error == "model_not_found" else self.model[:200]
-
     def to_json(self) -> dict[str, Any]:
         """The object of ``--log-json``; of several choices the sums, and for the rest the first one's."""
         made: dict[str, Any] = {name: getattr(self, name) for name in ("id", "route", "model", "stream", "status")}
