@@ -281,7 +281,8 @@ class Engine:
 
             runtime, self.info = open_runtime(self._options)
             self.tokenizer = runtime.tokenizer
-            self._status = Status(memory=runtime.memory.ledger())  # there before anybody can ask
+            limit = runtime.memory.limit
+            self._status = Status(memory=runtime.memory.ledger(), memory_limit=limit)  # there before anybody can ask
         except BaseException as e:
             if isinstance(e, MlxkvError):
                 self._load_error = e

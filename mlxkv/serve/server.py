@@ -13,7 +13,9 @@ from fastapi import Depends, Request
 from ..decode.request import SamplingParams
 from ..errors import DeviceError
 from .limits import Limits
+from .metrics import Metrics
 from .models import Models, ModelState
+from .record import Record
 
 if TYPE_CHECKING:
     from ..decode.engine import Engine
@@ -35,6 +37,10 @@ class Server:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     loading: str | None = None
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(lambda: dict(self.models.engines()))
 
     @classmethod
     def around(cls, engine: Engine, **more: Any) -> Server:
@@ -46,6 +52,11 @@ class Server:
         be, which may take minutes (``models.ready`` tells). Raises ModelError: an unknown name, or one that cannot be
         loaded."""
         return self.models.lease(name)
+
+    def observe(self, record: Record) -> None:
+        """A request is over: one log line, and the counters. On the event loop."""
+        registry = self.models.registry
+        self.metrics.observe(record, registry[record.model].name if record.model in registry else "")
 
     def model_object(self, state: ModelState) -> dict[str, Any]:
         """A model as ``/v1/models`` lists it."""
