@@ -90,7 +90,7 @@ class DeadEnd(EngineError):
 
 
 class RequestTimeout(EngineError):
-    """The request was not answered within its time."""
+    """The request's deadline went by before its answer was whole."""
 
     status = 504
     type = "timeout_error"
