@@ -56,11 +56,9 @@ async def status(server: Serving) -> dict[str, Any]:
     models = []
     for state in server.models.states():
         entry, engine = state.entry, engines.get(state.entry.name)
-        known = {"name": entry.name, "aliases": list(entry.aliases), "adapter": entry.adapter, "pinned": entry.pinned}
-        known |= {"state": state.state, "leases": state.leases, "waiting": state.waiting, "reason": state.reason}
-        models.append(
-            known | (_engine(engine) if engine is not None else {"health": None, "info": None, "engine": None})
-        )
+        known = {"name": entry.name, "adapter": entry.adapter, "pinned": entry.pinned, "state": state.state}
+        known |= {"leases": state.leases, "waiting": state.waiting, "reason": state.reason}
+        models.append(known | _engine(engine))
     return {
         "version": __version__,
         "started": server.started,
@@ -75,8 +73,10 @@ async def status(server: Serving) -> dict[str, Any]:
     }
 
 
-def _engine(engine: Engine) -> dict[str, Any]:
+def _engine(engine: Engine | None) -> dict[str, Any]:
     """How an engine is, what it has loaded, and what it is doing. The folders of this machine are nobody's business."""
+    if engine is None:
+        return {"health": None, "info": None, "engine": None}
     info = asdict(engine.info)
     for name in ("path", "cache_dir"):
         del info[name]
