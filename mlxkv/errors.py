@@ -89,6 +89,14 @@ class DeadEnd(EngineError):
     code = "grammar_dead_end"
 
 
+class RequestTimeout(EngineError):
+    """The request's deadline went by before its answer was whole."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"
+
+
 class QueueFull(EngineError):
     """Too many requests wait already."""
 
