@@ -97,6 +97,13 @@ class RequestTimeout(EngineError):
     code = "request_timeout"
 
 
+class ClientGone(EngineError):
+    """The client hung up; nobody reads this but the log."""
+
+    status = 499
+    code = "client_gone"
+
+
 class QueueFull(EngineError):
     """Too many requests wait already."""
 

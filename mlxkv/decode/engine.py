@@ -303,7 +303,8 @@ class Engine:
             self._words = Words(
                 runtime.tokenizer, frozenset(runtime.eos), runtime.vocab_size, runtime.context_length, runtime.grammars
             )
-            self._status = Status(memory=runtime.memory.ledger())  # there before anybody can ask
+            limit = runtime.memory.limit
+            self._status = Status(memory=runtime.memory.ledger(), memory_limit=limit)  # there before anybody can ask
         except BaseException as e:
             if isinstance(e, MlxkvError):
                 self._load_error = e
