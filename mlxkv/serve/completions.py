@@ -8,16 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ..decode.request import Completion
 from .answer import Answer
-from .chat import extension
-from .completions_logprobs import Spell, joined, listed, listed_prompt
+from .completions_logprobs import listed
 from .completions_schema import CompletionRequest
-from .errors import error_of
 from .parts import Begun, Ended, Part, Text
 from .server import Server
 from .several import Several
-from .sse import EventStream, event
+from .sse import EventStream
 
 router = APIRouter()
 

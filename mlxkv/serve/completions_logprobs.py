@@ -42,9 +42,7 @@ def joined(lists: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     return made
 
 
-def _lists(
-    tokens: Sequence[tuple[int, TokenLogprob | None]], spell: Spell, start: int, length: int
-) -> dict[str, Any]:
+def _lists(tokens: Sequence[tuple[int, TokenLogprob | None]], spell: Spell, start: int, length: int) -> dict[str, Any]:
     made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     at = start
     for id, told in tokens:
