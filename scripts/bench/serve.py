@@ -2,8 +2,8 @@
 
 stream: tokens/s after the first as a client of a stream sees them, against the engine called in this process. clients:
 tokens/s of four clients together, against mlx_lm.server. headers: milliseconds until the headers of a stream are there,
-while a long prompt of somebody else is read. restart: the second turn of a conversation of 3,000 tokens after the server
-was started anew, time to the first text, against mlx_lm.server. Nothing else should run on the machine.
+while a long prompt of somebody else is read. restart: the second turn of a conversation of 3,000 tokens after the
+server was started anew, time to the first text, against mlx_lm.server. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
