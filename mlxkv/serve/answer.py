@@ -28,7 +28,9 @@ from ..decode.request import Completion, Delta, Event, Finished, Progress, Reque
 from ..errors import ClientGone, DeviceError, EngineClosed, MlxkvError, QueueFull, RequestTimeout
 from . import seams
 from .bridge import Inbox, hang_up
-from .parts import Arguments, Asked, Begun, Call, Ended, Finish, Part, Ping, Reading, Text, Thought
+from .parts import Arguments, Asked, Begun, Call, Ended, Part, Ping, Reading, Text, Thought
+from .pipeline import Pipeline
+from .record import Gaps, Outcome, Record
 
 if TYPE_CHECKING:
     from ..decode.engine import Engine
@@ -41,6 +43,8 @@ log = logging.getLogger("mlxkv.serve")
 PATIENCE = 5.0
 #: seconds between two attempts to queue another choice of a request that was taken
 AGAIN = 0.1
+#: seconds that cancelled choices have to say what they had made, for the books
+LAST_WORDS = 5.0
 #: what the id of a request begins with
 _IDS = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_", "messages": "msg_"}
 
@@ -68,13 +72,16 @@ class Answer:
         self._parts: deque[Part] = deque()
         self._arrived = asyncio.Event()
         self._error: BaseException | None = None
-        self._over = self._closed = False
+        self._over = self._closed = self._told = False
+        self._end: BaseException | None = None
         self._inbox = Inbox(self._take)
         self._stack = AsyncExitStack()
         self._tickets: dict[int, Ticket] = {}
-        self._pipelines: dict[int, seams.Pipeline] = {}
-        self._called: set[int] = set()  # choices that called a tool
+        self._pipelines: dict[int, Pipeline] = {}
         self._ended: dict[int, Ended] = {}
+        self._outcomes: dict[int, Outcome] = {}  # of choices that ended, those that were cancelled too
+        self._gaps: dict[int, Gaps] = {}
+        self._running: set[int] = set()  # choices whose tickets have not come to their end
         self._request: Request | None = None
         self._opening: asyncio.Task[None] | None = None
         self._adding: asyncio.Task[None] | None = None
@@ -101,13 +108,13 @@ class Answer:
     @property
     def time_limit(self) -> float | None:
         """Seconds that this request may take; None for any."""
-        limits = [s for s in (self.asked.timeout, getattr(self.server, "timeout", None)) if s]
+        limits = [s for s in (self.asked.timeout, self.server.limits.timeout_s) if s]
         return min(limits, default=None)
 
     @property
-    def completions(self) -> list[Completion]:
-        """Those of the choices that have ended, in order."""
-        return [self._ended[i].completion for i in sorted(self._ended)]
+    def tokenizer(self) -> Any:
+        """That of the engine, once there is one."""
+        return None if self.engine is None else self.engine.tokenizer
 
     # the reader's end
 
@@ -159,13 +166,35 @@ class Answer:
         if isinstance(error, DeviceError) and self.server.on_device_error is not None:
             self.server.on_device_error(error)
         await self._stack.aclose()
-        self._tell(error)
+        self._end = error
+        if self._running:  # what they got to see goes into the books too
+            self._timers = [asyncio.get_running_loop().call_later(LAST_WORDS, self._tell)]
+        else:
+            self._tell()
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _tell(self) -> None:
+        """Write the request into the books, once."""
+        if self._told:
+            return
+        self._told = True
+        for timer in self._timers:
+            timer.cancel()
+        error = self._end
         left = isinstance(error, (ClientGone, asyncio.CancelledError))
         if error is not None and not left and not isinstance(error, MlxkvError):
             log.error("%s failed", self.id, exc_info=error)
-        seams.observe(self, error, left)
+        outcomes = [self._outcomes[i] for i in sorted(self._outcomes)]
+        self.server.observe(
+            Record.of(
+                self.id,
+                self.asked,
+                outcomes,
+                began=self._began,
+                error=None if left else error,
+                left=left,
+                gaps=list(self._gaps.values()),
+            )
+        )
 
     # beginning
 
@@ -175,7 +204,7 @@ class Answer:
         self.engine = engine
         self._request = await asyncio.to_thread(seams.prepared, engine, self.asked)
         for choice in range(self.asked.n):
-            self._pipelines[choice] = seams.pipeline(engine, self._request, self.asked)
+            self._pipelines[choice] = seams.pipeline(engine, self._request, self.asked, choice)
         self._submit(0)
 
     async def _opened(self, patience: float | None) -> None:
@@ -201,6 +230,7 @@ class Answer:
             request = replace(request, sampling=replace(sampling, seed=seed if seed < 2**64 else seed - 2**64))
         ticket = self.engine.submit(request)
         self._tickets[choice] = ticket
+        self._running.add(choice)
         if self._error is not None or self._closed:
             ticket.cancel()
         self._inbox.listen(choice, ticket)
@@ -223,13 +253,19 @@ class Answer:
 
     def _take(self, choice: int, item: Item) -> None:
         """Something came from the ticket of ``choice``."""
+        if item is None:
+            self._running.discard(choice)
+            if self._closed and not self._running:
+                self._tell()
+            return
         if self._error is not None or self._closed:
+            if isinstance(item, Finished):
+                self._outcomes[choice] = Outcome.of(item.completion)
             return
         try:
             if isinstance(item, BaseException):
                 raise item
-            if item is not None:
-                self._event(choice, item)
+            self._event(choice, item)
         except Exception as error:
             self._fail(error)
         if self._parts or self._over:
@@ -242,29 +278,28 @@ class Answer:
             self._put(Reading(choice, event.done, event.total))
         elif isinstance(event, Delta):
             self._start_others()
-            for part in self._pipelines[choice].feed(event):
-                self._put_text(choice, part)
+            self._gaps.setdefault(choice, Gaps()).tick()
+            pipeline = self._pipelines[choice]
+            for part in pipeline.feed(event):
+                self._put(part)
+            if pipeline.over:
+                self._tickets[choice].cancel()
         elif isinstance(event, Finished):
             self._start_others()
             self._finish(choice, event.completion)
 
     def _finish(self, choice: int, completion: Completion) -> None:
-        if completion.finish_reason == "cancelled":
+        pipeline, reason = self._pipelines[choice], completion.finish_reason
+        if reason == "cancelled" and not pipeline.over:
+            self._outcomes[choice] = Outcome.of(completion)
             raise EngineClosed("The request was cancelled.", "Try again.")
-        for part in self._pipelines[choice].finish(completion.finish_reason):
-            self._put_text(choice, part)
-        reason: Finish = completion.finish_reason
-        if reason == "stop" and choice in self._called:
-            reason = "tool_calls"
-        ended = Ended(choice, reason, completion, getattr(completion, "stop", None))
+        for part in pipeline.finish(reason, completion.stop):
+            self._put(part)
+        ended = Ended(choice, pipeline.finished(reason), completion, completion.stop)
+        self._outcomes[choice] = Outcome.of(completion, ended.finish)
         self._ended[choice] = ended
         self._put(ended)
         self._over = len(self._ended) == self.asked.n
-
-    def _put_text(self, choice: int, part: Part) -> None:
-        if isinstance(part, Call):
-            self._called.add(choice)
-        self._put(part if getattr(part, "choice", choice) == choice else replace(part, choice=choice))  # type: ignore[call-arg]
 
     def _put(self, part: Part) -> None:
         self._parts.append(part)

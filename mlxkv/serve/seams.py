@@ -2,76 +2,61 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ..decode.request import Delta, FinishReason, Request
-from ..errors import PromptTooLong
-from .parts import Asked, Part, Reasoning, Text, Tools
+from ..decode.request import Request
+from ..errors import EngineClosed, RequestError
+from .parts import Asked
+from .pipeline import Pipeline
+from .pipeline.reasoning import template_kwargs
 
 if TYPE_CHECKING:
     from ..decode.engine import Engine
-    from .answer import Answer
     from .server import Server
 
-log = logging.getLogger("mlxkv.serve")
+
+def lease(server: Server, model: str) -> AbstractAsyncContextManager[Engine]:
+    """The engine of ``model``, which stays loaded meanwhile. Raises ModelError."""
+    return server.lease(model)
 
 
 def prepared(engine: Engine, asked: Asked) -> Request:
-    """What the engine is asked, checked as far as that goes without a turn of it. Any thread; may take a while."""
-    from ..decode.prompt import build
-
-    tokens = build(asked.request, engine.tokenizer, set(), lambda ids, text: None).tokens
-    context = engine.info.context_length
-    if context is not None and len(tokens) >= context:
-        raise PromptTooLong(
-            f"The prompt has {len(tokens)} tokens, the model's context holds {context}.",
-            f"Shorten it to at most {context - 1}.",
-            param="messages" if asked.request.messages is not None else "prompt",
-        )
-    return asked.request
-
-
-class Pipeline:
-    """Text as the engine gives it."""
-
-    def __init__(self, tokenizer: Any, rendered: str, tools: Tools | None, reasoning: Reasoning) -> None:
-        pass
-
-    def feed(self, delta: Delta) -> list[Part]:
-        return [Text(0, delta.text, delta.logprobs, tuple(delta.token_ids))]
-
-    def finish(self, reason: FinishReason) -> list[Part]:
-        return []
+    """What the engine is asked, checked as far as that goes without a turn of it. Any thread; may take a while. Raises
+    RequestError, EngineClosed."""
+    if (reason := engine.health().reason) is not None:
+        raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
+    request = replace(
+        asked.request,
+        template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
+        reasoning_budget=asked.reasoning.budget,
+    )
+    try:
+        return replace(request, prepared=engine.prepare(request))
+    except RequestError as error:
+        raise named(error, asked) from error
 
 
-def pipeline(engine: Engine, request: Request, asked: Asked) -> Pipeline:
-    """The text pipeline of one choice."""
-    return Pipeline(engine.tokenizer, "", asked.tools, asked.reasoning)
+def named(error: RequestError, asked: Asked) -> RequestError:
+    """``error``, naming the field as the caller's API does."""
+    if error.param is not None and error.param in asked.names:
+        error.param = asked.names[error.param]
+    return error
+
+
+def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:
+    """The text pipeline of one choice of a prepared request. Raises RequestError for tools that this model has not."""
+    made = request.prepared
+    assert made is not None
+    return Pipeline(engine.tokenizer, made.text, asked.tools, asked.reasoning, choice=choice, thinking=made.thinking)
 
 
 def ping_interval(server: Server) -> float:
     """Seconds of silence after which a stream says that it lives; 0 for never."""
-    return getattr(server, "ping_s", 10.0) if ping_style(server) != "off" else 0.0
+    return server.limits.ping_s if ping_style(server) != "off" else 0.0
 
 
 def ping_style(server: Server) -> str:
     """How a stream says so: comment, chunk or off."""
-    return getattr(server, "ping_style", "comment")
-
-
-def observe(answer: Answer, error: BaseException | None, left: bool) -> None:
-    """The request is over: one line of the log, without a word of what was said."""
-    said = f"{answer.id} model={answer.asked.model[:200]!a}"
-    for completion in answer.completions[:1]:
-        usage, cache, timings, drafts = completion.usage, completion.cache, completion.timings, completion.drafts
-        drafted = f" drafts={drafts.accepted}/{drafts.drafted}" if drafts.drafted else ""
-        missed = f" miss={cache.miss_reason}@{cache.miss_position}" if cache.miss_reason else ""
-        said += (
-            f" prompt={usage.prompt_tokens} cached={usage.cached_tokens} source={cache.source}{missed} "
-            f"generated={usage.completion_tokens} prefill_s={timings.prefill_s:.3f} ttft_s={timings.ttft_s:.3f} "
-            f"tok/s={timings.decode_tps:.1f}{drafted} finish={completion.finish_reason}"
-        )
-    if error is not None:
-        said += f" failed: {'the client left' if left else error}"
-    log.log(logging.WARNING if error is not None and not left else logging.INFO, said)
+    return server.limits.ping
