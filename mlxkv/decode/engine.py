@@ -215,11 +215,12 @@ class Engine:
             self._wake.notify_all()
         return ticket
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request, fits: bool = True) -> Prepared:
         """Render, tokenise and check a request and compile its grammar, beside whatever the engine does. ``submit`` it
-        with what comes back as its ``prepared``, and that is not done again. Raises RequestError for all that
-        is wrong with it, but for what is not known before its turn (memory)."""
-        return self._words.prepare(request)
+        with what comes back as its ``prepared``, and that is not done again. fits: the context must have room for it;
+        what does not fit can be counted only. Raises RequestError for all that is wrong with it, but for what is not
+        known before its turn (memory)."""
+        return self._words.prepare(request, fits)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """Ids of ``text``. special: with what the tokenizer puts around a prompt (a BOS token, for one). Raises

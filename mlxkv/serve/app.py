@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
-from . import chat, completions, errors, health, listing, responses, tokens
+from . import anthropic, chat, completions, errors, health, listing, responses, tokens
 from .guard import BodyLimit, HostGuard
 from .server import Server
 
 
 def routers() -> list[APIRouter]:
     """Every route of this server. A route gets its server by an argument of type ``Serving``."""
-    return [chat.router, completions.router, responses.router, tokens.router, listing.router, health.router]
+    modules = [
+        chat,
+        completions,
+        responses,
+        anthropic,
+        tokens,
+        listing,
+        health,
+    ]
+    return [module.router for module in modules]
 
 
 def create_app(server: Server, *, host: str = "127.0.0.1") -> FastAPI:
