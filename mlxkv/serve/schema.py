@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from ..decode.request import Request, SamplingParams
 from ..errors import RequestError
 from ..messages import check_text, normalise
+from .parts import Asked
+from .server import Server
 
 #: Fields of OpenAI's API that this server does not have, with the values that ask for nothing; null always does.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -93,6 +95,11 @@ class ChatRequest(BaseModel):
                 shown = name.encode("utf-8", "replace").decode()[:80]
                 raise RequestError(f"There is no field {shown!r}.", hint, param=shown)
         return {name: value for name, value in body.items() if name not in _UNSUPPORTED}
+
+    def to_asked(self, server: Server) -> Asked:
+        """What is asked of ``server``. Raises RequestError."""
+        request = self.to_request(server.defaults, server.use_cache, server.cache_salt)
+        return Asked(self.model, request, "chat", stream=bool(self.stream))
 
     def to_request(self, defaults: SamplingParams, use_cache: bool, salt: str = "") -> Request:
         """What the engine is asked for, with ``salt`` where the request names none. Raises RequestError naming the
