@@ -90,6 +90,7 @@ class Local:
 
     def answer(self, messages: list[dict[str, Any]], shown: View, interrupt: Interrupt) -> Said | None:
         from ..decode.request import Request
+        from .awake import LONG_ANSWER, awake
         from .render import answer
         from .run import sampling
 
@@ -99,7 +100,8 @@ class Local:
             salt=self._settings.cache_salt,
             use_cache=self._settings.cache,
         )
-        completion = answer(self._engine.submit(request), shown, interrupt)
+        with awake(after=LONG_ANSWER):
+            completion = answer(self._engine.submit(request), shown, interrupt)
         return None if completion is None else Said(completion)
 
     def names(self) -> list[str]:

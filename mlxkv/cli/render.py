@@ -250,15 +250,11 @@ def stats_line(completion: Completion) -> str:
     if cache.miss_reason:
         why.append(cache.miss_reason + (f" from {cache.miss_position:,}" if cache.miss_position is not None else ""))
     parts = [f"{timings.decode_tps:.1f} tok/s"] if usage.completion_tokens > 1 else []  # one token has no speed
-    # a server that was hung up on has told nothing
-    parts += (
-        []
-        if not usage.prompt_tokens
-        else [
+    if usage.prompt_tokens:  # a server that was hung up on has told nothing
+        parts += [
             f"{usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} answer tokens",
             f"{usage.cached_tokens:,} cached" + (f" ({'; '.join(why)})" if why else ""),
         ]
-    )
     if usage.completion_tokens:
         parts.append(f"first token after {timings.ttft_s:.2f} s")
     if completion.drafts.drafted:
@@ -274,28 +270,28 @@ def stats_line(completion: Completion) -> str:
 class Totals:
     """What the answers of a chat took, added up. Tokens, and seconds of decoding."""
 
-    answers: int = 0
     prompt: int = 0
     cached: int = 0
     answered: int = 0
+    decoded: int = 0  # of these, the ones that came after the first of an answer
     decode_s: float = 0.0
 
     def add(self, completion: Completion) -> None:
         usage, speed = completion.usage, completion.timings.decode_tps
-        self.answers += 1
         self.prompt += usage.prompt_tokens
         self.cached += usage.cached_tokens
         self.answered += usage.completion_tokens
-        self.decode_s += (usage.completion_tokens - 1) / speed if speed and usage.completion_tokens > 1 else 0.0
+        if usage.completion_tokens > 1 and speed > 0:
+            self.decoded += usage.completion_tokens - 1
+            self.decode_s += (usage.completion_tokens - 1) / speed
 
     def facts(self) -> dict[str, str]:
         """In words, for people."""
-        if not self.answers:
+        if not self.prompt:
             return {}
-        share = f" ({self.cached / self.prompt:.0%})" if self.prompt else ""
-        made = {"prompts": f"{self.prompt:,} tokens, {self.cached:,} of them cached{share}"}
-        speed = (self.answered - self.answers) / self.decode_s if self.decode_s else 0.0
-        return made | {"answers": f"{self.answered:,} tokens" + (f", {speed:.1f} tok/s" if speed > 0 else "")}
+        made = {"prompts": f"{self.prompt:,} tokens, {self.cached:,} of them cached ({self.cached / self.prompt:.0%})"}
+        speed = f", {self.decoded / self.decode_s:.1f} tok/s" if self.decode_s else ""
+        return made | {"answers": f"{self.answered:,} tokens{speed}"}
 
 
 def show_stats(completion: Completion) -> None:

@@ -47,13 +47,15 @@ def run(
     asked = read_request(settings, prompt, messages, prompt_tokens, raw)
 
     from ..decode.request import Request
+    from .awake import LONG_ANSWER, awake
     from .interrupt import Interrupt
     from .render import answer, print_json, show_stats, view
     from .start import running_engine
 
     request = Request(**asked, sampling=sampling(settings), salt=settings.cache_salt, use_cache=settings.cache)
     with Interrupt() as interrupt, running_engine(settings, interrupt, quiet=as_json) as engine:
-        completion = answer(engine.submit(request), view(as_json), interrupt)
+        with awake(after=LONG_ANSWER):
+            completion = answer(engine.submit(request), view(as_json), interrupt)
         if completion is not None and as_json:
             print_json(completion.to_json())
         elif completion is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.cli.terminal import PROMPT, terminal
+from tests.cli.terminal import PROMPT, readable, terminal
 
 MLXKV = [sys.executable, "-m", "mlxkv.cli"]
 ROOT = Path(__file__).parents[2]
@@ -120,8 +120,12 @@ def test_two_processes_one_answer(tiny_model, tmp_path):
     assert second["cache"]["source"] == "ssd" and second["token_ids"] == first["token_ids"]
 
 
-def test_chat_on_a_terminal(tiny_model):
-    with terminal("chat", "--model", tiny_model("llama"), "-n", 5) as chat:
+def test_chat_on_a_terminal(slow_model):
+    with terminal("chat", "--model", slow_model, "-n", 4000) as chat:
         chat.until(PROMPT)
-        assert "tok/s" in chat.ask("hello")
+        chat.type("hello\r")
+        chat.until(rb"2004l.{200}")
+        chat.type(b"\x03")  # stops the answer, and keeps it
+        assert "tok/s" in readable(chat.until(rb"Stopping.*cancelled.*" + PROMPT))
+        assert "1 turn, kept as" in chat.ask("/stats")
         assert chat.end() == 0
