@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from ..decode.spelling import Spelling
 from .answer import Answer, Tokens
 from .chat import extension, usage_object
-from .completions_logprobs import joined, listed, listed_prompt
+from .completions_logprobs import Lists, joined, nothing, of_prompt
 from .completions_schema import CompletionRequest
 from .errors import error_of
 from .fields import renamed
@@ -28,24 +28,25 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(server: Serving, body: CompletionRequest, request: Request) -> Response:
     """What goes on from each prompt, whole or as a stream of server-sent events."""
-    prompts = body.prompts()
     with renamed({"tokens": "prompt", "salt": "cache_salt"}):
-        asked = body.to_asked(server, await _scorable(server, body, prompts))
+        prompts = await _scorable(server, body)
+        asked = body.to_asked(server, prompts)
         if len(asked) > 1:
             answer = await Several.begin(server, asked, request)
         else:
             answer = await Answer.begin(server, asked[0], request)
-    printer = Printer(answer, body, prompts)
-    if body.stream:
-        return EventStream(answer, printer)
-    async with answer:
-        async for part in answer:
-            printer.pieces(part)
+        printer = Printer(answer, body, prompts)
+        if body.stream:
+            return EventStream(answer, printer)
+        async with answer:
+            async for part in answer:
+                printer.pieces(part)
     return JSONResponse(printer.whole(), headers={"x-request-id": answer.id})
 
 
-async def _scorable(server: Server, body: CompletionRequest, prompts: list[Any]) -> list[Any]:
-    """The prompts; as ids where their log-probabilities are wanted, so that each number has its token."""
+async def _scorable(server: Server, body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts, one by one; as ids where their log-probabilities are wanted, so that each number has its token."""
+    prompts = body.prompts()
     if not body.scored:
         return prompts
     async with server.lease(body.model) as engine:
@@ -58,6 +59,7 @@ class Choice:
 
     text: str = ""
     echoed: int = 0
+    lists: Lists | None = None
     logprobs: dict[str, Any] | None = None
     ended: Ended | None = None
 
@@ -68,12 +70,11 @@ class Printer:
     A prompt's log-probabilities are known when its answer is whole: where they are echoed, a choice is one piece.
     """
 
-    def __init__(self, answer: Answer | Several, body: CompletionRequest, prompts: list[Any]) -> None:
-        """``prompts``: as they were asked for."""
-        self.answer, self.body = answer, body
-        self._given = body.prompts()
-        self._asked = prompts
-        self._choices = [Choice() for _ in range(len(prompts) * answer.asked.n)]
+    def __init__(self, answer: Answer | Several, body: CompletionRequest, ids: list[Any]) -> None:
+        """``ids``: of each prompt, where its log-probabilities are wanted."""
+        self.answer, self.body, self._ids = answer, body, ids
+        self._prompts = body.prompts()
+        self._choices = [Choice() for _ in range(len(self._prompts) * answer.asked.n)]
         options = body.stream_options
         self._include_usage = bool(options and options.include_usage)
 
@@ -92,7 +93,9 @@ class Printer:
             if self.body.max_tokens != 0:
                 choice.text += part.text
                 if self.body.logprobs is not None and part.logprobs:
-                    logprobs = listed(part.logprobs, self._spell, before, len(part.text))
+                    tokens = [(told.id, told) for told in part.logprobs]
+                    choice.lists = choice.lists or Lists(self._spell)
+                    logprobs = choice.lists.add(tokens, before, len(choice.text))
                     choice.logprobs = joined([choice.logprobs, logprobs])
         else:
             choice.ended = part
@@ -149,7 +152,7 @@ class Printer:
         choice = self._choices[index]
         logprobs = choice.logprobs
         if logprobs is None and self.body.logprobs is not None:
-            logprobs = listed((), self._spell, 0, 0)
+            logprobs = nothing()
         return self._piece(index, choice.text, logprobs, self._end(index))
 
     def _piece(
@@ -177,14 +180,14 @@ class Printer:
     # prompts
 
     def _prompt(self, index: int) -> str:
-        given = self._given[index // self.answer.asked.n]
-        return given if isinstance(given, str) else self._engine.detokenize(given)
+        prompt = self._prompts[index // self.answer.asked.n]
+        return prompt if isinstance(prompt, str) else self._engine.detokenize(prompt)
 
     def _scores(self, ended: Ended) -> dict[str, Any]:
-        ids = self._asked[ended.choice // self.answer.asked.n]
+        ids = self._ids[ended.choice // self.answer.asked.n]
         told = ended.completion.prompt_logprobs
         assert told is not None
-        return listed_prompt(ids, told, self._spell, self._choices[ended.choice].echoed)
+        return of_prompt(ids, told, self._spell, self._choices[ended.choice].echoed)
 
     @property
     def _engine(self) -> Any:
