@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
-from . import errors, health, listing, status
+from . import errors, health, listing, page, status
 from .chat import complete
 from .guard import BodyLimit, HostGuard
 from .schema import ChatRequest
@@ -22,7 +22,7 @@ async def chat_completions(server: Serving, body: ChatRequest, request: Request)
 
 def routers() -> list[APIRouter]:
     """Every route of this server. A route gets its server by an argument of type ``Serving``."""
-    return [chat, listing.router, health.router, status.router]
+    return [chat, listing.router, health.router, status.router, page.router]
 
 
 def create_app(server: Server, *, host: str = "127.0.0.1") -> FastAPI:
