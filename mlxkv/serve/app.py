@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, FastAPI
 
-from . import errors, health, listing, page, status
-from .chat import complete
+from . import anthropic, chat, completions, errors, health, listing, page, responses, status, tokens
 from .guard import BodyLimit, HostGuard
-from .schema import ChatRequest
-from .server import Server, Serving
-
-chat = APIRouter()
-
-
-@chat.post("/v1/chat/completions")
-async def chat_completions(server: Serving, body: ChatRequest, request: Request) -> Response:
-    """A chat completion, whole or as a stream of server-sent events."""
-    return await complete(server, body, request)
+from .metrics import CountHttp
+from .server import Server
 
 
 def routers() -> list[APIRouter]:
     """Every route of this server. A route gets its server by an argument of type ``Serving``."""
-    return [chat, listing.router, health.router, status.router, page.router]
+    modules = [
+        chat,
+        completions,
+        responses,
+        anthropic,
+        tokens,
+        listing,
+        health,
+        status,
+        page,
+    ]
+    return [module.router for module in modules]
 
 
 def create_app(server: Server, *, host: str = "127.0.0.1") -> FastAPI:
@@ -31,6 +32,7 @@ def create_app(server: Server, *, host: str = "127.0.0.1") -> FastAPI:
     app.state.server = server
     app.add_middleware(BodyLimit, limit=server.limits.max_body)
     app.add_middleware(HostGuard, host=host)
+    app.add_middleware(CountHttp, metrics=server.metrics)  # the last one added sees every request first
     errors.install(app, server.on_device_error)
     for router in routers():
         app.include_router(router)
