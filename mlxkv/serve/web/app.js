@@ -35,7 +35,7 @@ const THEMES = ["auto", "light", "dark"];
 
 function setTheme(theme) {
   root.dataset.theme = theme;
-  $("theme").textContent = theme[0].toUpperCase() + theme.slice(1);
+  $("theme").textContent = `Theme: ${theme}`;
   document.querySelector("meta[name=color-scheme]").content = theme === "auto" ? "light dark" : theme;
 }
 
@@ -74,7 +74,6 @@ function setLive(on) {
   root.dataset.live = on ? "on" : "off";
   $("live").hidden = !on;
   $("live-toggle").setAttribute("aria-expanded", String(on));
-  $("live-toggle").textContent = on ? "Hide live view" : "Live view";
   localStorage.setItem(LIVE, on ? "on" : "off");
   if (on) look(true);
 }

@@ -121,7 +121,7 @@ export class Chat {
     if ($("thinking").value) body.reasoning_effort = $("thinking").value;
 
     const turn = { role: "assistant", content: "" };
-    const view = this.add(turn);
+    const view = this.add(turn, true);
     const began = performance.now();
     const running = (this.running = { controller: new AbortController(), id: null, began, view });
     this.busy(true);
@@ -156,6 +156,7 @@ export class Chat {
       }
     } finally {
       this.running = null;
+      view.pending = false;
       draw.now();
       view.item.removeAttribute("aria-busy");
       this.busy(false);
@@ -171,13 +172,13 @@ export class Chat {
     else $("prompt").focus({ preventScroll: true });
   }
 
-  /** Show a turn. Returns its elements. */
-  add(turn) {
+  /** Show a turn. Returns its elements. pending: its answer is still to come. */
+  add(turn, pending = false) {
     this.turns.push(turn);
     $("welcome").hidden = true;
     const name = turn.role === "user" ? "You" : "Model";
     const wait = el("p.wait", { hidden: true });
-    const view = { wait: () => {}, body: el("div.body"), foot: el("div.foot"), thought: null };
+    const view = { pending, body: el("div.body", { tabIndex: turn.content.length > 1000 ? 0 : -1 }), foot: el("div.foot"), thought: null };
     view.item = el(`li.turn.${turn.role}`, {}, el("h3.who", {}, name), wait, view.body, view.foot);
     let timer = null;
     view.wait = (began) => {
@@ -208,7 +209,7 @@ export class Chat {
   }
 
   draw(turn, view) {
-    const pending = this.running?.view === view;
+    const pending = view.pending;
     if (turn.content || turn.reasoning || !pending) view.waited();
     if (turn.role === "user") {
       view.body.textContent = turn.content;

@@ -7,6 +7,7 @@ import { bar, count, el, fill, pairs, percent, seconds, size } from "./format.js
 const $ = (id) => document.getElementById(id);
 
 const MEMORY = { weights: "weights", caches: "live caches", joins: "joins", snapshots: "states to be written", restores: "restores", queue: "queue", ram: "prefixes in RAM" };
+const APIS = { "/v1/chat/completions": "chat", "/v1/completions": "text", "/v1/responses": "responses", "/v1/messages": "messages" };
 const STATES = { running: "decoding", prefilling: "reading the prompt", restoring: "restoring", waiting: "waiting for room", queued: "queued" };
 
 /** Of `/v1/status`, the model that `name` is, or the first that is loaded. */
@@ -51,10 +52,9 @@ function about(model) {
 function showMemory(engine) {
   const parts = Object.entries(engine.memory).map(([entry, bytes]) => ({ name: MEMORY[entry] ?? entry, value: bytes, text: size(bytes), kind: `m-${entry}` }));
   const used = parts.reduce((sum, part) => sum + part.value, 0);
-  const all = Math.max(used, engine.memory_limit);
-  // what is used is drawn to scale, but never thinner than can be seen
-  const scale = used < all / 4 ? used * 4 : all;
-  fill($("memory"), ...bar(parts, scale, "Memory"), el("p.small", {}, `${size(used)} of ${size(engine.memory_limit)} (${percent(used, engine.memory_limit)})`));
+  const filled = el("span");
+  filled.style.width = `${Math.min(100, (100 * used) / Math.max(1, engine.memory_limit))}%`;
+  fill($("memory"), ...bar(parts, used, "Memory"), el("div.whole", { "aria-hidden": "true" }, filled), el("p.small", {}, `${size(used)} of the ${size(engine.memory_limit)} that it may take`));
 }
 
 function showStore(store, info) {
@@ -123,7 +123,7 @@ function showRunning(requests) {
 
 function showRecent(recent) {
   if (!recent.length) return fill($("recent"), el("p.small", {}, "None yet."));
-  const names = [["time"], ["route"], ["prompt", 1], ["restored"], ["why not more"], ["answer", 1], ["first token", 1], ["tokens/s", 1], ["end"]];
+  const names = [["time"], ["API"], ["prompt", 1], ["restored"], ["why not more"], ["answer", 1], ["first token", 1], ["tokens/s", 1], ["end"]];
   const head = names.map(([name, n]) => el(n ? "th.n" : "th", { scope: "col" }, name));
   const rows = recent.slice(0, 20).map((r) => {
     const known = r.prompt_tokens !== undefined;
@@ -134,7 +134,7 @@ function showRecent(recent) {
       "tr",
       { title: r.id },
       el("td", {}, new Date(r.ended * 1000).toLocaleTimeString([], { hour12: false })),
-      el("td", {}, r.route.replace("/v1/", "")),
+      el("td", { title: r.route }, APIS[r.route] ?? r.route),
       el("td.n", {}, known ? count(r.prompt_tokens) : "–"),
       el("td", {}, strip, known ? ` ${count(r.cached_tokens)}` : "–"),
       el("td", {}, r.miss_reason ? el("code", { title: why(r.miss_reason) }, `${r.miss_reason}@${r.miss_position}`) : known ? "all there" : "–"),

@@ -24,6 +24,7 @@ export async function showTree(model) {
     if (!children.has(stretch.above)) children.set(stretch.above, []);
     children.get(stretch.above).push(stretch);
   });
+  found.latest = Math.max(0, ...found.stretches.map((s) => s.used ?? 0));
   const longest = Math.max(1, ...found.stretches.map((s) => s.end));
   const list = (above) => el("ul", {}, ...(children.get(above) ?? []).map((s) => el("li", {}, node(s, found, longest, now, children.has(s.number) ? list(s.number) : null))));
   const folder = found.folder;
@@ -38,7 +39,7 @@ export async function showTree(model) {
 
 function node(s, found, longest, now, below) {
   const key = s.key ?? `${s.above}-${s.start}`;
-  const recent = s.used && now - s.used < 20;
+  const recent = s.used && s.used > found.latest - 0.5 && now - s.used < 60;
   const row = el(`span.node${recent ? ".fresh" : ""}`, {}, text(s), el("span.facts", {}, ...facts(s, found, now)), track(s, found, longest));
   if (!below) return el("div.leaf", {}, row);
   const summary = el("summary", { "data-key": key }, row);
@@ -49,7 +50,10 @@ function node(s, found, longest, now, below) {
 
 function text(s) {
   const said = s.text ?? "";
-  return said ? el("span.said", { title: said }, said.replace(/\s+/g, " ").trim() || "(white space)") : el("span.said.dim", {}, s.key ?? "shared beginning");
+  if (!said) return el("span.said.dim", {}, s.key ?? "shared beginning");
+  // marks of a template are set apart, so that the words can be read
+  const words = said.replace(/(?:<\|[^<>|]{1,30}\|>\s*)+/g, " ⁝ ").replace(/\s+/g, " ").trim();
+  return el("span.said", { title: said }, words.replace(/^⁝ /, "") || "(white space)");
 }
 
 function facts(s, found, now) {
@@ -60,7 +64,7 @@ function facts(s, found, now) {
   else made.push("goes on from anywhere");
   if (s.bytes.ssd) made.push(`${size(s.bytes.ssd)} on SSD`);
   if (s.bytes.ram) made.push(`${size(s.bytes.ram)} in RAM`);
-  if (s.used) made.push(now - s.used < 5 ? "used just now" : `used ${seconds(now - s.used)} ago`);
+  if (s.used) made.push(now - s.used < 5 ? "used just now" : `used ${seconds(Math.max(10, now - s.used))} ago`);
   return made.map((fact) => el("span", {}, fact));
 }
 
