@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from . import errors, health, listing
 from .chat import complete
-from .guard import BodyLimit, HostGuard
+from .guard import Guard
 from .schema import ChatRequest
 from .server import Server, Serving
 
@@ -25,12 +25,11 @@ def routers() -> list[APIRouter]:
     return [chat, listing.router, health.router]
 
 
-def create_app(server: Server, *, host: str = "127.0.0.1") -> FastAPI:
-    """The application around ``server``. ``host``: a name it is reached by, beside the loopback names."""
+def create_app(server: Server) -> FastAPI:
+    """The application around ``server``."""
     app = FastAPI(title="mlxkv", docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(BodyLimit, limit=server.limits.max_body)
-    app.add_middleware(HostGuard, host=host)
+    app.add_middleware(Guard, server=server)
     errors.install(app, server.on_device_error)
     for router in routers():
         app.include_router(router)
