@@ -115,6 +115,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dtype": (choice(_DTYPES), "auto, bf16, fp16 or fp32"),
     "host": (a_text, "a host name or address"),
     "port": (whole(0, 65535), "a port from 0 (any free one) to 65535"),
+    "url": (plain, "a server's URL, such as http://127.0.0.1:8642"),
     "api_key": (api_keys, "one or more keys of visible ASCII characters, with commas between them"),
     "api_key_file": (a_path, "a file with one key a line"),
     "allow_hosts": (words, "host names: a list, or a text with commas between them"),
@@ -178,6 +179,7 @@ class Settings:
     dtype: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8642
+    url: str | None = None
     async_kv_limit: int = 0
     memory_limit: int | None = None
     wired: int | None = None

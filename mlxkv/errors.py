@@ -89,6 +89,21 @@ class DeadEnd(EngineError):
     code = "grammar_dead_end"
 
 
+class RequestTimeout(EngineError):
+    """The request's deadline went by before its answer was whole."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"
+
+
+class ClientGone(EngineError):
+    """The client hung up; nobody reads this but the log."""
+
+    status = 499
+    code = "client_gone"
+
+
 class QueueFull(EngineError):
     """Too many requests wait already."""
 

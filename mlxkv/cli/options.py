@@ -285,6 +285,23 @@ LIMITS = _group(
         ),
     },
 )
+SERVED = _group(
+    "Server",
+    {
+        "url": (
+            str | None,
+            ("--url",),
+            "Have a running server answer, http://127.0.0.1:8642 for one; --model is then a name of its.",
+            {"metavar": "URL"},
+        ),
+        "api_key": (
+            str | None,
+            ("--api-key",),
+            "The server's key. Others can see arguments: better in MLXKV_API_KEY.",
+            {"metavar": "KEY"},
+        ),
+    },
+)
 DEBUG = _group("Output", {"debug": (bool, ("--debug",), "Show the traceback of an unexpected error.")})
 
 

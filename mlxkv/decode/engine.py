@@ -15,9 +15,11 @@ from typing import Any, Literal, TypeVar
 from .. import numerics
 from ..errors import DeviceError, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
 from .options import EngineInfo, Options
+from .preparing import Prepared, Words
 from .request import Request, SamplingParams
 from .reservation import warm_up
 from .status import Status
+from .text import shared
 from .threads import join_fully, leave_device
 from .ticket import Ticket
 from .watchdog import Watchdog
@@ -178,6 +180,7 @@ class Engine:
         self._load_error: BaseException | None = None
         self.info: EngineInfo
         self.tokenizer: Any = None
+        self._words: Words
         self._thread = threading.Thread(target=self._main, name="mlxkv-engine", daemon=True)
         atexit.register(self.close)
         try:
@@ -211,6 +214,22 @@ class Engine:
             self._queue.append(ticket)
             self._wake.notify_all()
         return ticket
+
+    def prepare(self, request: Request, fits: bool = True) -> Prepared:
+        """Render, tokenise and check a request and compile its grammar, beside whatever the engine does. ``submit`` it
+        with what comes back as its ``prepared``, and that is not done again. fits: the context must have room for it;
+        what does not fit can be counted only. Raises RequestError for all that is wrong with it, but for what is not
+        known before its turn (memory)."""
+        return self._words.prepare(request, fits)
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Ids of ``text``. special: with what the tokenizer puts around a prompt (a BOS token, for one). Raises
+        RequestError for what is no text."""
+        return self._words.tokenize(text, special)
+
+    def detokenize(self, ids: list[int]) -> str:
+        """The exact text of ``ids``, special tokens included. Raises RequestError for what is no id of this model."""
+        return self._words.detokenize(ids)
 
     def warm_up(self) -> None:
         """Have short requests of no meaning answered together, of which nothing is looked up or stored: the first real
@@ -281,7 +300,12 @@ class Engine:
 
             runtime, self.info = open_runtime(self._options)
             self.tokenizer = runtime.tokenizer
-            self._status = Status(memory=runtime.memory.ledger())  # there before anybody can ask
+            shared(runtime.tokenizer)
+            self._words = Words(
+                runtime.tokenizer, frozenset(runtime.eos), runtime.vocab_size, runtime.context_length, runtime.grammars
+            )
+            limit = runtime.memory.limit
+            self._status = Status(memory=runtime.memory.ledger(), memory_limit=limit)  # there before anybody can ask
         except BaseException as e:
             if isinstance(e, MlxkvError):
                 self._load_error = e

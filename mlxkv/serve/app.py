@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, FastAPI
 
-from . import errors, health, listing
-from .chat import complete
+from . import anthropic, chat, completions, errors, health, listing, responses, tokens
 from .guard import Guard
-from .schema import ChatRequest
-from .server import Server, Serving
-
-chat = APIRouter()
-
-
-@chat.post("/v1/chat/completions")
-async def chat_completions(server: Serving, body: ChatRequest, request: Request) -> Response:
-    """A chat completion, whole or as a stream of server-sent events."""
-    return await complete(server, body, request)
+from .server import Server
 
 
 def routers() -> list[APIRouter]:
     """Every route of this server. A route gets its server by an argument of type ``Serving``."""
-    return [chat, listing.router, health.router]
+    modules = [
+        chat,
+        completions,
+        responses,
+        anthropic,
+        tokens,
+        listing,
+        health,
+    ]
+    return [module.router for module in modules]
 
 
 def create_app(server: Server) -> FastAPI:

@@ -13,7 +13,9 @@ from fastapi import Depends, Request
 from ..decode.request import SamplingParams
 from ..errors import DeviceError
 from .limits import Limits
+from .metrics import Metrics
 from .models import Models, ModelState
+from .record import Record
 from .safety import Safety
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ class Server:
     draining: bool = False
     loading: str | None = None
     working: int = 0
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(lambda: dict(self.models.engines()))
 
     @classmethod
     def around(cls, engine: Engine, **more: Any) -> Server:
@@ -51,24 +57,16 @@ class Server:
         loaded."""
         return self.models.lease(name)
 
+    def observe(self, record: Record) -> None:
+        """A request is over: one log line, and the counters. On the event loop."""
+        registry = self.models.registry
+        self.metrics.observe(record, registry[record.model].name if record.model in registry else "")
+
     def model_object(self, state: ModelState) -> dict[str, Any]:
         """A model as ``/v1/models`` lists it."""
         entry = state.entry
         more = {"state": state.state, "aliases": list(entry.aliases), "adapter": entry.adapter, "pinned": entry.pinned}
         return {"id": entry.name, "object": "model", "created": self.started, "owned_by": "mlxkv", "mlxkv": more}
-
-    # until all routes use ``lease``
-
-    @property
-    def engine(self) -> Engine:
-        return self.models.engines()[0][1]
-
-    @property
-    def model_name(self) -> str:
-        return self.models.registry.entries[0].name
-
-    def serves(self, model: str) -> bool:
-        return model in self.models.registry
 
 
 def server_of(request: Request) -> Server:
