@@ -97,7 +97,7 @@ async function look(tree = false) {
     const busy = now.active + now.queued;
     if (now.status !== "ok") setHealth("bad", now.reason ?? now.status);
     else setHealth("ok", busy ? `${busy} ${busy === 1 ? "request" : "requests"}` : "ready");
-    chat.progress(loaded?.engine?.requests ?? []);
+    chat.progress(loaded?.engine?.rows ?? []);
     if (live) {
       showStatus(now, model());
       if (loaded && Date.now() > treeAt) {

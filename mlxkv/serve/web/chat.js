@@ -183,7 +183,7 @@ export class Chat {
     let timer = null;
     view.wait = (began) => {
       const tell = () => {
-        const progress = view.progress ? ` ${percent(view.progress.done, view.progress.prompt)} of ${count(view.progress.prompt)} tokens` : "";
+        const progress = view.progress ? ` ${count(view.progress.done_tokens)} of ${count(view.progress.prompt_tokens)} tokens,` : "";
         wait.textContent = `Reading the prompt…${progress} ${Math.floor((performance.now() - began) / 1000)} s`;
       };
       wait.hidden = false;
@@ -202,10 +202,11 @@ export class Chat {
   }
 
   /** Tell how far the prompt of the answer that is waited for has been read. */
-  progress(requests) {
+  progress(rows) {
     const running = this.running;
-    const mine = running && requests.find((request) => request.id === running.id);
-    if (mine) running.view.progress = mine;
+    // the engine may call each choice of a request by its id and a number
+    const mine = running?.id && rows.find((row) => row.id.startsWith(running.id));
+    if (mine && mine.prompt_tokens) running.view.progress = mine;
   }
 
   draw(turn, view) {

@@ -8,7 +8,7 @@ const $ = (id) => document.getElementById(id);
 
 const MEMORY = { weights: "weights", caches: "live caches", joins: "joins", snapshots: "states to be written", restores: "restores", queue: "queue", ram: "prefixes in RAM" };
 const APIS = { "/v1/chat/completions": "chat", "/v1/completions": "text", "/v1/responses": "responses", "/v1/messages": "messages" };
-const STATES = { running: "decoding", prefilling: "reading the prompt", restoring: "restoring", waiting: "waiting for room", queued: "queued" };
+const STATES = { waiting: "waiting", prefilling: "reading the prompt", decoding: "decoding", leaving: "no longer wanted" };
 
 /** Of `/v1/status`, the model that `name` is, or the first that is loaded. */
 export const modelOf = (status, name) => status.models.find((model) => model.name === name && model.engine) ?? status.models.find((model) => model.engine) ?? null;
@@ -34,7 +34,7 @@ export function showStatus(status, name) {
     showMemory(engine);
     showStore(engine.store, model.info);
   }
-  showRunning(engine?.requests ?? []);
+  showRunning(engine?.rows ?? []);
   showTotals(status.totals);
   showRecent(status.recent);
 }
@@ -101,24 +101,24 @@ function showTotals(totals) {
   );
 }
 
-function showRunning(requests) {
-  if (!requests.length) return fill($("running"), el("p.small", {}, "Nothing."));
-  const rows = requests.map((request) => {
-    const done = el("progress", { max: Math.max(1, request.prompt), value: request.done, "aria-label": "prompt read" });
-    const state = STATES[request.state] ?? request.state;
-    const left = request.context_left ?? request.left ?? null;
+function showRunning(rows) {
+  if (!rows.length) return fill($("running"), el("p.small", {}, "Nothing."));
+  const shown = rows.map((row) => {
+    const known = row.prompt_tokens !== null;
+    const done = el("progress", { max: Math.max(1, row.prompt_tokens ?? 1), value: row.done_tokens, "aria-label": "prompt read" });
     return el(
       "tr",
-      {},
-      el("td", {}, el("code", {}, request.id || "–")),
-      el("td", {}, state),
-      el("td", {}, done, el("span.dim", {}, ` ${count(request.done)} of ${count(request.prompt)}, ${count(request.cached ?? 0)} restored`)),
-      el("td.n", {}, count(request.generated ?? 0)),
-      el("td.n", {}, left === null ? "–" : count(left)),
+      { title: row.id },
+      el("td", {}, STATES[row.state] ?? row.state),
+      el("td", {}, known ? done : null, el("span.dim", {}, known ? ` ${count(row.done_tokens)} of ${count(row.prompt_tokens)}` : "–")),
+      el("td.n", {}, count(row.cached_tokens)),
+      el("td.n", {}, count(row.generated_tokens)),
+      el("td.n", {}, row.context_left === null ? "–" : count(row.context_left)),
+      el("td.n", {}, seconds(row.age_s)),
     );
   });
-  const head = ["request", "state", "prompt", "answer", "context left"].map((name, i) => el(i > 2 ? "th.n" : "th", { scope: "col" }, name));
-  fill($("running"), el("div.scroll", {}, el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows))));
+  const head = ["state", "prompt", "restored", "answer", "context left", "age"].map((name, i) => el(i > 1 ? "th.n" : "th", { scope: "col" }, name));
+  fill($("running"), el("div.scroll", {}, el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...shown))));
 }
 
 function showRecent(recent) {
