@@ -42,6 +42,7 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
 
     import uvicorn
 
+    from ..serve import Server as Offered
     from ..serve import create_app
     from .interrupt import Interrupt
     from .start import running_engine
@@ -71,15 +72,14 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     before = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     try:
         with Interrupt() as interrupt, running_engine(settings, interrupt) as engine:
-            app = create_app(
+            offered = Offered.around(
                 engine,
-                engine.info.name,
                 defaults=settings.sampling(),
-                host=settings.host,
                 use_cache=settings.cache,
                 cache_salt=settings.cache_salt,
                 on_device_error=on_device_error,
             )
+            app = create_app(offered, host=settings.host)
             server = Server(
                 uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE + 6, server_header=False)
             )

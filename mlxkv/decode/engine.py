@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .. import numerics
-from ..errors import DeviceError, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
+from ..errors import DeviceError, EngineBusy, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
 from .options import EngineInfo, Options
+from .preparing import Prepared, Words
 from .request import Request, SamplingParams
 from .reservation import warm_up
 from .status import Status
+from .text import shared
 from .threads import join_fully, leave_device
 from .ticket import Ticket
 from .watchdog import Watchdog
@@ -69,8 +71,9 @@ class _Question:
         self._error = error
         self._done.set()
 
-    def answer(self) -> Any:
-        self._done.wait()
+    def answer(self, timeout: float | None) -> Any:
+        if not self._done.wait(timeout):
+            raise EngineBusy(f"The engine has not come to the question within {timeout:g} s.", "Try again later.")
         if self._error is not None:
             raise self._error
         return self._result
@@ -178,6 +181,7 @@ class Engine:
         self._load_error: BaseException | None = None
         self.info: EngineInfo
         self.tokenizer: Any = None
+        self._words: Words
         self._thread = threading.Thread(target=self._main, name="mlxkv-engine", daemon=True)
         atexit.register(self.close)
         try:
@@ -211,6 +215,22 @@ class Engine:
             self._queue.append(ticket)
             self._wake.notify_all()
         return ticket
+
+    def prepare(self, request: Request, fits: bool = True) -> Prepared:
+        """Render, tokenise and check a request and compile its grammar, beside whatever the engine does. ``submit`` it
+        with what comes back as its ``prepared``, and that is not done again. fits: the context must have room for it;
+        what does not fit can be counted only. Raises RequestError for all that is wrong with it, but for what is not
+        known before its turn (memory)."""
+        return self._words.prepare(request, fits)
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Ids of ``text``. special: with what the tokenizer puts around a prompt (a BOS token, for one). Raises
+        RequestError for what is no text."""
+        return self._words.tokenize(text, special)
+
+    def detokenize(self, ids: list[int]) -> str:
+        """The exact text of ``ids``, special tokens included. Raises RequestError for what is no id of this model."""
+        return self._words.detokenize(ids)
 
     def warm_up(self) -> None:
         """Have short requests of no meaning answered together, of which nothing is looked up or stored: the first real
@@ -247,16 +267,16 @@ class Engine:
     def _now(self) -> Status:
         return replace(self._status, queued=self._status.queued + len(self._queue))
 
-    def inspect(self, ask: Callable[[Any], T]) -> T:
-        """What ``ask(loop)`` says, asked between two turns on the engine's thread. Raises what it raises, and
-        EngineClosed."""
+    def inspect(self, ask: Callable[[Any], T], timeout: float | None = None) -> T:
+        """What ``ask(loop)`` says, asked between two turns on the engine's thread. Raises what it raises, EngineClosed,
+        and EngineBusy after ``timeout`` seconds."""
         question = _Question(ask)
         with self._wake:
             if self._closing or not self._thread.is_alive():
                 raise EngineClosed("The engine is closed.")
             self._asked.append(question)
             self._wake.notify_all()
-        return question.answer()
+        return question.answer(timeout)
 
     def close(self) -> None:
         """Cancel what runs, refuse what waits, write what is pending, and end the thread. Idempotent."""
@@ -281,7 +301,12 @@ class Engine:
 
             runtime, self.info = open_runtime(self._options)
             self.tokenizer = runtime.tokenizer
-            self._status = Status(memory=runtime.memory.ledger())  # there before anybody can ask
+            shared(runtime.tokenizer)
+            self._words = Words(
+                runtime.tokenizer, frozenset(runtime.eos), runtime.vocab_size, runtime.context_length, runtime.grammars
+            )
+            limit = runtime.memory.limit
+            self._status = Status(memory=runtime.memory.ledger(), memory_limit=limit)  # there before anybody can ask
         except BaseException as e:
             if isinstance(e, MlxkvError):
                 self._load_error = e

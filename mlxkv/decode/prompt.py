@@ -8,8 +8,8 @@ replaced by the very ids it was sampled as, where those are known and decode to 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RequestError
@@ -21,6 +21,8 @@ from .text import decode, plain
 RECENT = 48
 
 FindAnswer = Callable[[list[int], str], "list[int] | None"]
+#: messages, whether a new answer begins -> text
+Render = Callable[[list[dict[str, Any]], bool], str]
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,86 @@ class Prompt:
         return {b: roles[b] for b in sorted(roles) if b > 0}
 
 
-def build(request: Request, tokenizer: Any, eos: set[int], find_answer: FindAnswer) -> Prompt:
+@dataclass
+class Rendered:
+    """What a request's prompt is as text, and what its ids are without the answers that a store remembers.
+
+    tail: the character from which on nothing is of the caller's messages, but for the start of an answer that is to be
+    gone on from. cuts: characters at which messages end; head and turn as in Prompt, in characters. ids: of a raw
+    prompt; of one that was given as ids there is no text.
+    """
+
+    text: str
+    tokenizer: Any = field(repr=False)
+    source: tuple[Any, ...] = field(repr=False)
+    tail: int = 0
+    cuts: frozenset[int] = frozenset()
+    head: int = 0
+    turn: int = 0
+    answers: list[_Answer] = field(default_factory=list)
+    ids: list[int] | None = None
+    _starts: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(request: Request, tokenizer: Any) -> Rendered:
+        """Of this request, rendered now unless that was done before. Raises RequestError for messages that the model's
+        template refuses, and for what is no text and no token id."""
+        before = request.prepared.rendered if request.prepared is not None else None
+        if before is not None and before.tokenizer is tokenizer and before.source == _source(request):
+            return before
+        return _render(request, tokenizer) if request.messages is not None else _raw(request, tokenizer)
+
+    def encode(self, at: int, upto: int, before: str) -> tuple[list[int], list[int]]:
+        """Ids of text[at:upto], behind the answer ``before``, and for each the character at which it ends."""
+        if at == 0 and upto in self._starts:
+            return self._starts[upto]
+        ids, offsets = _encode_behind(before, self.text[at:upto], self.tokenizer)
+        found = ids, [at + end for end in offsets]
+        if at == 0:
+            self._starts[upto] = found
+        return found
+
+
+def build(request: Request, tokenizer: Any, eos: Set[int], find_answer: FindAnswer) -> Prompt:
     """Tokenise a request. Raises RequestError for messages that the model's template refuses."""
-    if request.messages is not None:
-        return _from_messages(request, tokenizer, eos, find_answer)
+    return tokenised(Rendered.of(request, tokenizer), eos, find_answer)
+
+
+def tokenised(rendered: Rendered, eos: Set[int], find_answer: FindAnswer = lambda ids, text: None) -> Prompt:
+    if rendered.ids is not None:
+        tokens = list(rendered.ids)
+        ends = [i + 1 for i, token in enumerate(tokens[:-1]) if token in eos]
+        # the last end is the newest message's, if what follows begins an answer
+        return Prompt(tokens, [end for i, end in enumerate(ends) if _worth(len(ends) - i)], turn=([0, 0, *ends])[-2])
+    tokens, at = _tokenise(rendered, eos, find_answer)
+    boundaries = sorted({b for b in at.values() if 0 < b < len(tokens)})
+    return Prompt(tokens, boundaries, head=at[rendered.head], turn=at[rendered.turn] if rendered.turn else 0)
+
+
+def _source(request: Request) -> tuple[Any, ...]:
+    """All that a rendering depends on."""
+    return (
+        request.messages,
+        request.prompt,
+        request.tokens,
+        request.tools,
+        request.template_kwargs,
+        request.continue_final,
+    )
+
+
+def _raw(request: Request, tokenizer: Any) -> Rendered:
     if request.prompt is not None:
         text = check_text(request.prompt, "prompt")
-        tokens = list(plain(tokenizer)(text, add_special_tokens=True)["input_ids"])
-        if not tokens:
+        ids = list(plain(tokenizer)(text, add_special_tokens=True)["input_ids"])
+        if not ids:
             raise RequestError("The prompt has no tokens.", "Give some text.", param="prompt")
-    else:
-        tokens = list(request.tokens or [])
-        for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise RequestError(f"{token!r} is not a token id.", "Ids are whole numbers from 0.", param="tokens")
-    ends = [i + 1 for i, token in enumerate(tokens[:-1]) if token in eos]
-    # the last end is the newest message's, if what follows begins an answer
-    return Prompt(tokens, [end for i, end in enumerate(ends) if _worth(len(ends) - i)], turn=([0, 0, *ends])[-2])
+        return Rendered(text, tokenizer, _source(request), ids=ids)
+    ids = list(request.tokens or [])
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
+            raise RequestError(f"{token!r} is not a token id.", "Ids are whole numbers from 0.", param="tokens")
+    return Rendered("", tokenizer, _source(request), ids=ids)
 
 
 @dataclass
@@ -74,7 +139,7 @@ class _Answer:
     ids: list[int] | None
 
 
-def _from_messages(request: Request, tokenizer: Any, eos: set[int], find_answer: FindAnswer) -> Prompt:
+def _render(request: Request, tokenizer: Any) -> Rendered:
     messages = normalise(request.messages, token_ids=True)
     known = [m.pop("token_ids", None) for m in messages]
     if getattr(tokenizer, "chat_template", None) is None and not getattr(tokenizer, "has_chat_template", False):
@@ -90,7 +155,9 @@ def _from_messages(request: Request, tokenizer: Any, eos: set[int], find_answer:
         )
 
     try:
-        whole = render(messages, True)
+        whole = _continued(messages, render, tokenizer) if request.continue_final else render(messages, True)
+    except RequestError:
+        raise
     except Exception as e:  # templates raise what they like
         raise RequestError(f"The model's chat template refuses these messages: {e}", param="messages") from e
 
@@ -102,22 +169,56 @@ def _from_messages(request: Request, tokenizer: Any, eos: set[int], find_answer:
             return 0
         return len(text) if whole.startswith(text) else _agreement(text, whole)
 
-    looked_at = [i for i in range(1, len(messages) + 1) if _worth(len(messages) - i)]
+    last = len(messages) - request.continue_final  # an answer that goes on has no end yet
+    looked_at = [i for i in range(1, last + 1) if _worth(len(messages) - i)]
     ends = {i: common(messages[:i]) for i in looked_at}
-    head = _head(messages, common)
     newest = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
-    answers = _answers(messages, known, whole, render, common)
-    tokens, at = _tokenise(whole, {*ends.values(), head}, answers, tokenizer, eos, find_answer)
-    boundaries = sorted({b for b in at.values() if 0 < b < len(tokens)})
-    return Prompt(tokens, boundaries, head=at[head], turn=at[ends[newest]] if newest in ends else 0)
+    return Rendered(
+        whole,
+        tokenizer,
+        _source(request),
+        tail=ends.get(last, 0),
+        cuts=frozenset(ends.values()),
+        head=_head(messages, common),
+        turn=ends.get(newest, 0),
+        answers=_answers(messages, known, whole, render, common, not request.continue_final),
+    )
+
+
+def _continued(messages: list[dict[str, Any]], render: Render, tokenizer: Any) -> str:
+    """The prompt whose last message is the start of the answer: as far as the template writes before its text, then
+    that text as it is. Where it begins with a thought, that begins where the model's own would."""
+    final = messages[-1]
+    text = final["content"]
+    if final["role"] != "assistant" or not text or final.get("tool_calls"):
+        raise RequestError(
+            "An answer is to be gone on from, but the last message is none with text.",
+            "It must have the role assistant, and content.",
+            param="messages",
+        )
+    start = getattr(tokenizer, "think_start", None)
+    if start and text.lstrip().startswith(start):
+        before = render(messages[:-1], False)
+        head = render(messages[:-1], True)
+        at = head.find(start, _agreement(before, head))
+        return (head if at < 0 else head[:at]) + text
+    mark = _stem(render(messages, False))
+    head, found, _ = render([*messages[:-1], {**final, "content": mark}], False).rpartition(mark)
+    if not found:
+        raise RequestError(
+            "The model's chat template does not write the last message, so no answer can go on from it.",
+            param="messages",
+        )
+    return head + text
 
 
 def _answers(
     messages: list[dict[str, Any]],
     known: list[list[int] | None],
     whole: str,
-    render: Callable[[list[dict[str, Any]], bool], str],
+    render: Render,
     common: Callable[[list[dict[str, Any]], bool], int],
+    generate: bool,
 ) -> list[_Answer]:
     """Where the texts of assistant messages stand in ``whole``: between the same pieces as marks do in their place.
 
@@ -125,11 +226,9 @@ def _answers(
     text that the template changes, or puts elsewhere than where a generation prompt ends: its ids do not fit there.
     """
     said = {i: m["content"] for i, m in enumerate(messages) if m["role"] == "assistant" and m["content"]}
-    stem = "answer"
-    while stem in whole:
-        stem += "x"
+    stem = _stem(whole)
     try:
-        marked = render([{**m, "content": f"{stem}{i}z"} if i in said else m for i, m in enumerate(messages)], True)
+        marked = render([{**m, "content": f"{stem}{i}z"} if i in said else m for i, m in enumerate(messages)], generate)
     except Exception:
         return []
     answers: list[_Answer] = []
@@ -156,6 +255,14 @@ def _answers(
     return answers
 
 
+def _stem(text: str) -> str:
+    """What does not stand in ``text``."""
+    stem = "answer"
+    while stem in text:
+        stem += "x"
+    return stem
+
+
 def _worth(distance: int) -> bool:
     return distance <= RECENT or distance & (distance - 1) == 0
 
@@ -180,22 +287,20 @@ def _agreement(a: str, b: str) -> int:
     return low
 
 
-def _tokenise(
-    whole: str, cuts: set[int], answers: list[_Answer], tokenizer: Any, eos: set[int], find_answer: FindAnswer
-) -> tuple[list[int], dict[int, int]]:
-    """Ids of ``whole`` with known answers' ids in place, and each cut (a character) as a token position, rounded
+def _tokenise(rendered: Rendered, eos: Set[int], find_answer: FindAnswer) -> tuple[list[int], dict[int, int]]:
+    """Ids of the text with known answers' ids in place, and each cut (a character) as a token position, rounded
     down."""
+    whole, tokenizer = rendered.text, rendered.tokenizer
     tokens: list[int] = []
     ends: list[int] = []  # for each token, the character at which it ends
     at = 0  # the end of what ``tokens`` covers: the start, or the end of a known answer
     before = ""  # that answer
 
     def encode(upto: int) -> tuple[list[int], list[int]]:
-        ids, offsets = _encode_behind(before, whole[at:upto], tokenizer)
-        return ids, [at + end for end in offsets]
+        return rendered.encode(at, upto, before)
 
     probe, probe_ends, probed = [], [], 0  # the tokens of [at, probed), to ask for answers with
-    for answer in answers:
+    for answer in rendered.answers:
         ids = answer.ids
         if ids is None:
             if probed < answer.start:  # twice as far each time: answers that nobody knows cost linear time together
@@ -216,6 +321,7 @@ def _tokenise(
     flow, flow_ends = encode(len(whole))
     tokens += flow
     ends += flow_ends
+    cuts = rendered.cuts | {rendered.head}
     return tokens, {cut: bisect_right(ends, cut) for cut in cuts}  # a cut inside a token is moved before it
 
 

@@ -10,9 +10,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import RequestError
+
+if TYPE_CHECKING:
+    from .preparing import Prepared
 
 FinishReason = Literal["stop", "length", "cancelled"]
 #: alternatives that may be reported beside a sampled token, as OpenAI's limit
@@ -150,6 +153,15 @@ class Request:
     ``max_tokens`` and stop strings still end the answer wherever it is, so what ended by "length", or by a stop string,
     may be only the start of what the grammar asks for. Lists are copied: what becomes of the caller's while the request
     waits changes nothing.
+
+    continue_final: the last of ``messages`` is the start of the answer, which goes on from its last character; no new
+    turn begins. reasoning_budget: tokens that the model may think for, if it is one that thinks between marks; then the
+    end mark is forced. 0: it does not think. A grammar holds for the answer, not for thinking before it.
+    prompt_logprobs: report the log-probability of each token of the prompt, and of that many of the likeliest in its
+    place (0 to 20); the prompt is then computed from its start, and the prefix store has no part in it. deadline: when
+    the request fails with RequestTimeout, wherever it is, ``time.monotonic()``. name: what its caller calls it, in
+    status and logs. prepared: what ``Engine.prepare`` made of this request, which is then not done again; it is of no
+    use for another.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -161,6 +173,12 @@ class Request:
     salt: str = ""
     use_cache: bool = True
     grammar: Grammar | None = None
+    continue_final: bool = False
+    reasoning_budget: int | None = None
+    prompt_logprobs: int | None = None
+    deadline: float | None = None
+    name: str = ""
+    prepared: Prepared | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
@@ -176,6 +194,19 @@ class Request:
             raise RequestError(f"salt is {self.salt!r}.", "It must be a text.", param="salt")
         if self.grammar is not None:
             object.__setattr__(self, "grammar", Grammar.of(self.grammar))
+        if self.continue_final and self.messages is None:
+            raise RequestError(
+                "continue_final has no message to go on from.",
+                "Give messages; a raw prompt is always gone on from.",
+                param="continue_final",
+            )
+        for name, most, allowed in (
+            ("reasoning_budget", 2**31 - 1, "a whole number, at least 0"),
+            ("prompt_logprobs", MAX_TOP_LOGPROBS, f"a whole number from 0 to {MAX_TOP_LOGPROBS}"),
+        ):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not 0 <= value <= most):
+                raise RequestError(f"{name} is {value!r}.", f"It must be {allowed}.", param=name)
         object.__setattr__(self, "tokens", copy.copy(self.tokens))
         for name in ("messages", "tools", "template_kwargs"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
@@ -241,7 +272,9 @@ class DraftReport:
 @dataclass(frozen=True)
 class Completion:
     """The whole answer. ``token_ids`` are the sampled ids, the stop token included; ``text`` is without it.
-    ``logprobs``: one for each of ``token_ids``, or null where they were not asked for."""
+    ``logprobs``: one for each of ``token_ids``, or null where they were not asked for. ``prompt_logprobs``: one for
+    each token of the prompt, null for the first, which nothing comes before; or null. ``stop``: the stop string that
+    ended the text; ``stop_token``: the end token that did; null where it was something else."""
 
     text: str
     finish_reason: FinishReason
@@ -251,6 +284,9 @@ class Completion:
     timings: Timings
     drafts: DraftReport = DraftReport()
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    stop: str | None = None
+    stop_token: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The stable JSON contract of ``mlxkv run --json``."""

@@ -11,7 +11,8 @@ from ..cache.policy import LADDER_GAP, ladder
 from ..cache.recorder import Followed, Recorder
 from ..cache.state import SequenceState
 from ..cache.store import PrefixStore
-from ..errors import MlxkvError, PromptTooLong, RequestError
+from ..errors import MlxkvError, RequestError
+from .preparing import limit
 from .prompt import Prompt, build
 from .request import (
     CacheReport,
@@ -45,8 +46,9 @@ class Sequence:
         self.rt, self.ticket, self.request = runtime, ticket, ticket.request
         self.store: PrefixStore | None = runtime.store if self.request.use_cache else None
         self.prompt = self._prompt()
+        most = limit(self.request, self.prompt, runtime.vocab_size, runtime.context_length)
         #: tokens that may be sampled
-        self.limit = self._limit()
+        self.limit = 2**31 - 1 if most is None else most
         grammar = self.request.grammar
         constraint = runtime.grammars.constraint(grammar) if grammar is not None else None
         self.sampler = Sampler(self.request.sampling, self.prompt.tokens, runtime.vocab_size, constraint)
@@ -76,21 +78,6 @@ class Sequence:
             raise
         except Exception as e:  # whatever a tokenizer raises is no failure of the device
             raise RequestError(f"The prompt cannot be tokenised: {type(e).__name__}: {e}.") from e
-
-    def _limit(self) -> int:
-        n, context = len(self.prompt.tokens), self.rt.context_length
-        if bad := next((t for t in self.prompt.tokens if t >= self.rt.vocab_size), None):
-            raise RequestError(f"Token id {bad} is outside the vocabulary of {self.rt.vocab_size}.", param="tokens")
-        wanted = self.request.sampling.max_tokens
-        if context is None:
-            return wanted if wanted is not None else 2**31 - 1
-        if n >= context:
-            raise PromptTooLong(
-                f"The prompt has {n} tokens, the model's context holds {context}.",
-                f"Shorten it to at most {context - 1}.",
-                param="messages" if self.request.messages is not None else "prompt",
-            )
-        return context - n if wanted is None else min(wanted, context - n)
 
     @property
     def end(self) -> int:

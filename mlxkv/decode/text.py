@@ -15,6 +15,15 @@ def plain(tokenizer: Any) -> Any:
     return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
 
 
+def shared(tokenizer: Any) -> None:
+    """From now on several threads may use ``tokenizer``: a fast one takes its own truncation and padding off at its
+    first use, which fails while another thread uses it ("Already borrowed")."""
+    backend = getattr(plain(tokenizer), "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+
+
 class Detokenizer:
     """Ids in, text out. ``feed`` returns what became complete, ``finish`` the rest (U+FFFD for broken UTF-8).
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from .request import Completion, Event, Finished, Request
+
+#: what comes out of a ticket: events, then an error if it failed, then None
+Item = Event | BaseException | None
 
 
 class Caller(Protocol):
@@ -34,8 +37,10 @@ class Ticket:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.received = time.monotonic()
-        self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._cancelled = threading.Event()
+        self._told: Callable[[Item], None] | None = None
+        self._telling = threading.Lock()
 
     def cancel(self) -> None:
         """Stop at the next step edge. What was computed is kept; the completion's finish_reason is ``cancelled``. A
@@ -45,6 +50,14 @@ class Ticket:
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
+
+    def listen(self, told: Callable[[Item], None]) -> None:
+        """From now on ``told`` gets every item, first those that came already, and the queue none: no thread need wait.
+        It is called by whoever puts the item, mostly the engine's thread, so it returns at once and raises nothing."""
+        with self._telling:
+            while not self._events.empty():
+                told(self._events.get())
+            self._told = told
 
     def next_event(self, timeout: float | None = None) -> Event:
         """The next event. Raises the request's error, StopIteration after the last event, TimeoutError after
@@ -76,10 +89,17 @@ class Ticket:
     # the engine's end
 
     def put(self, event: Event) -> None:
-        self._events.put(event)
+        self._tell(event)
         if isinstance(event, Finished):
-            self._events.put(None)
+            self._tell(None)
 
     def fail(self, error: BaseException) -> None:
-        self._events.put(error)
-        self._events.put(None)
+        self._tell(error)
+        self._tell(None)
+
+    def _tell(self, item: Item) -> None:
+        with self._telling:
+            if self._told is not None:
+                self._told(item)
+            else:
+                self._events.put(item)

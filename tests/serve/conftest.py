@@ -16,7 +16,7 @@ import uvicorn
 from openai import OpenAI
 
 from mlxkv.decode.engine import Engine
-from mlxkv.serve import create_app
+from mlxkv.serve import Limits, Server, create_app
 
 MAX_BODY = 200_000
 
@@ -52,7 +52,8 @@ class Running:
 @contextlib.contextmanager
 def running(engine: Engine, **options) -> Iterator[Running]:
     listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(engine, engine.info.name, max_body=MAX_BODY, **options)
+    options.setdefault("limits", Limits(max_body=MAX_BODY))
+    app = create_app(Server.around(engine, **options))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
