@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
-from . import anthropic, chat, completions, errors, health, listing, responses, tokens
+from . import anthropic, chat, completions, errors, health, listing, responses, status, tokens
 from .guard import BodyLimit, HostGuard
 from .server import Server
 
@@ -19,6 +19,7 @@ def routers() -> list[APIRouter]:
         tokens,
         listing,
         health,
+        status,
     ]
     return [module.router for module in modules]
 
