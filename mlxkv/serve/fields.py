@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -120,20 +118,9 @@ class SamplingFields(Body):
             )
 
 
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of the engine's fields name the body's: ``names`` has the latter by the former."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param is not None:
-            error.param = names.get(error.param, error.param)
-        raise
-
-
 def limit(value: int | None, name: str) -> int | None:
-    """A limit of tokens. Raises RequestError for one below 1."""
-    if value is not None and value < 1:
+    """A limit of tokens. Raises RequestError for one below 1, or of more than 64 bits."""
+    if value is not None and not 1 <= value < 2**63:
         raise RequestError(f"{name} is {value}.", "It must be a whole number, at least 1.", param=name)
     return value
 

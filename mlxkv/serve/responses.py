@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from ..decode.request import TokenLogprob
+from ..decode.spelling import Spelling
 from ..errors import RequestError
 from . import responses_input
 from .answer import Answer
+from .chat import extension, logprobs_object
 from .errors import error_of
-from .fields import renamed
 from .parts import Asked, Part
 from .responses_output import Event, Output
 from .responses_schema import ResponsesRequest
@@ -21,9 +24,6 @@ from .server import Serving
 from .sse import EventStream, event
 
 router = APIRouter()
-
-#: what the engine's fields are called in this API
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "grammar": "text.format", "salt": "cache_salt"}
 
 
 class ResponseNotFound(RequestError):
@@ -45,8 +45,7 @@ async def create(server: Serving, body: ResponsesRequest, request: Request) -> R
     items = [] if body.input is None else responses_input.checked(body.input, kept.item)
     earlier = [] if before is None else before.items()
     messages = responses_input.messages(earlier, items, body.instructions)
-    with renamed(_NAMES):
-        answer = await Answer.begin(server, body.to_asked(server, messages), request)
+    answer = await Answer.begin(server, body.to_asked(server, messages), request)
     running = Running(answer, body, kept, items, before)
     if body.stream:
         return EventStream(answer, running)
@@ -104,9 +103,18 @@ class Running:
     before: Kept | None
 
     def __post_init__(self) -> None:
+        self._spell: Spelling | None = None
         self.output = Output(
-            head(self.answer, self.body), summary=self.body.summary is not None, sealed=self.body.sealed
+            head(self.answer, self.body),
+            summary=self.body.summary is not None,
+            sealed=self.body.sealed,
+            logprobs=self._logprobs if self.body.logprobs else None,
+            extension=extension,
         )
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        self._spell = self._spell or Spelling(self.answer.tokenizer)
+        return logprobs_object(tokens, self._spell)["content"]
 
     def feed(self, part: Part) -> list[Event]:
         """The events of a part. What is whole is kept, unless the caller wants it not to be."""
@@ -158,6 +166,7 @@ def head(answer: Answer, body: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": body.summary},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from openai import BadRequestError
 
@@ -117,7 +119,10 @@ def test_echo(client):
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [[1, -1]]}, "prompt[0]"),
         ({"prompt": [10**6]}, "prompt"),
-        ({"prompt": ["a", "word " * 5000]}, "prompt"),
+        ({"prompt": ["a", "word " * 5000]}, "prompt[1]"),
+        ({"prompt": ["a", "\ud800"]}, "prompt[1]"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"guided_regex": "["}, "guided_regex"),
         ({"prompt": [1.5]}, "prompt[0]"),
         ({"prompt": {"text": "a"}}, "prompt"),
         ({"prompt": ["a"] * 300}, "prompt"),
@@ -141,8 +146,6 @@ def test_echo(client):
     ],
 )
 def test_refusals_name_their_field(http, change, param):
-    import json
-
     body = {"model": "llama", "prompt": PROMPT, "max_tokens": 1} | change
     body = {name: value for name, value in body.items() if value is not None}
     answer = http.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
@@ -153,6 +156,12 @@ def test_refusals_name_their_field(http, change, param):
 def test_what_asks_for_nothing_is_taken(client):
     found = ask(client, suffix="", best_of=1, n=1, echo=False, logprobs=None, user="me", logit_bias={}, stop=None)
     assert found.choices[0].logprobs is None
+
+
+def test_a_grammar_holds(client):
+    found = ask(client, max_tokens=20, extra_body={"guided_regex": "[0-9]{4}"})
+    assert len(found.choices[0].text) == 4 and found.choices[0].text.isdigit()
+    assert found.choices[0].finish_reason == "stop"
 
 
 def test_a_refused_stream_has_a_status(client):
