@@ -180,6 +180,8 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dtype": (_choice(_DTYPES), "auto, bf16, fp16 or fp32"),
     "host": (_text, "a host name or address"),
     "port": (_whole(0, 65535), "a port from 0 (any free one) to 65535"),
+    "url": (_plain, "a server's URL, such as http://127.0.0.1:8642"),
+    "api_key": (_plain, "a text"),
     "async_kv_limit": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "memory_limit": (parse_size, "a size such as 16GB or 12GiB"),
     "wired": (parse_size, "a size such as 512MB or 2GiB"),
@@ -224,6 +226,8 @@ class Settings:
     dtype: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8642
+    url: str | None = None
+    api_key: str | None = None
     async_kv_limit: int = 0
     memory_limit: int | None = None
     wired: int | None = None

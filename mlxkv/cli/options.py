@@ -194,6 +194,23 @@ ADDRESS = _group(
         "port": (int | None, ("--port",), "Port to listen on (default 8642); 0 takes any free one."),
     },
 )
+SERVED = _group(
+    "Server",
+    {
+        "url": (
+            str | None,
+            ("--url",),
+            "Have a running server answer, http://127.0.0.1:8642 for one; --model is then a name of its.",
+            {"metavar": "URL"},
+        ),
+        "api_key": (
+            str | None,
+            ("--api-key",),
+            "The server's key. Others can see arguments: better in MLXKV_API_KEY.",
+            {"metavar": "KEY"},
+        ),
+    },
+)
 DEBUG = _group("Output", {"debug": (bool, ("--debug",), "Show the traceback of an unexpected error.")})
 
 

@@ -112,9 +112,9 @@ class Answer:
         return min(limits, default=None)
 
     @property
-    def completions(self) -> list[Completion]:
-        """Those of the choices that have ended, in order."""
-        return [self._ended[i].completion for i in sorted(self._ended)]
+    def tokenizer(self) -> Any:
+        """That of the engine, once there is one."""
+        return None if self.engine is None else self.engine.tokenizer
 
     # the reader's end
 

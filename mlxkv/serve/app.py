@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
-from . import anthropic, chat, errors, health, listing
+from . import anthropic, chat, completions, errors, health, listing, responses, status, tokens
 from .guard import BodyLimit, HostGuard
 from .server import Server
 
 
 def routers() -> list[APIRouter]:
     """Every route of this server. A route gets its server by an argument of type ``Serving``."""
-    return [chat.router, anthropic.router, listing.router, health.router]
+    modules = [
+        chat,
+        completions,
+        responses,
+        anthropic,
+        tokens,
+        listing,
+        health,
+        status,
+    ]
+    return [module.router for module in modules]
 
 
 def create_app(server: Server, *, host: str = "127.0.0.1") -> FastAPI:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ..decode.request import Completion
+from ..decode.request import Completion, TokenLogprob
+from ..decode.spelling import Spelling
 from .answer import Answer, Tokens, Whole, WholeChoice, collect
 from .errors import error_of
-from .parts import Begun, Ended, Part, Text
+from .parts import Arguments, Begun, Call, Ended, Part, Reading, Text, Thought
 from .schema import ChatRequest
 from .server import Serving
 from .sse import EventStream, event
 
 router = APIRouter()
+
+_DONE = event("[DONE]")
 
 
 @router.post("/v1/chat/completions")
@@ -24,72 +28,129 @@ async def chat_completions(server: Serving, body: ChatRequest, request: Request)
     """A chat completion, whole or as a stream of server-sent events."""
     answer = await Answer.begin(server, body.to_asked(server), request)
     if body.stream:
-        options = body.stream_options
-        return EventStream(answer, ChatPrinter(answer, bool(options and options.include_usage)))
+        return EventStream(answer, ChatPrinter(answer, body))
     whole = await collect(answer)
-    return JSONResponse(completion_object(answer, whole), headers={"x-request-id": answer.id})
+    return JSONResponse(completion_object(answer, whole, body), headers={"x-request-id": answer.id})
 
 
-def completion_object(answer: Answer, whole: Whole) -> dict[str, Any]:
-    """The ``chat.completion`` object, with mlxkv's own reports under ``mlxkv``."""
+def completion_object(answer: Answer, whole: Whole, body: ChatRequest) -> dict[str, Any]:
+    """The ``chat.completion`` object, with mlxkv's own reports under ``mlxkv``: those of choice 0, and where there are
+    more, of each."""
+    spell = Spelling(answer.tokenizer) if body.logprobs else None
     made = _head(answer, "chat.completion")
-    made["choices"] = [_choice(i, choice) for i, choice in enumerate(whole.choices)]
+    made["choices"] = [_choice(i, choice, spell, body.shows_thoughts) for i, choice in enumerate(whole.choices)]
     made["usage"] = usage_object(whole.tokens)
-    return made | {"mlxkv": extension(whole.choices[0].end.completion)}
+    reports = [extension(choice.end.completion) for choice in whole.choices]
+    made["mlxkv"] = reports[0] | ({"choices": reports} if len(reports) > 1 else {})
+    return made
 
 
-def _choice(index: int, choice: WholeChoice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": choice.end.finish}
+def _choice(index: int, choice: WholeChoice, spell: Spelling | None, thoughts: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
+    message["refusal"] = None
+    if choice.thought and thoughts:
+        message["reasoning_content"] = choice.thought
+    if choice.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    logprobs = None if spell is None else logprobs_object(choice.logprobs, spell)
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.end.finish}
 
 
 def _head(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.asked.model}
 
 
-@dataclass
 class ChatPrinter:
-    """``chat.completion.chunk`` objects: of each choice the role first, then text, one finish_reason; then usage if it
-    is wanted, and ``[DONE]``."""
+    """``chat.completion.chunk`` objects: of each choice the role first, then what it says, and one finish_reason; then
+    usage if it is wanted, and ``[DONE]``. After an error nothing but the error and ``[DONE]``."""
 
-    answer: Answer
-    include_usage: bool = False
-
-    def __post_init__(self) -> None:
-        self._whole = Whole.of(self.answer.asked.n)
+    def __init__(self, answer: Answer, body: ChatRequest) -> None:
+        options = body.stream_options
+        self._answer = answer
+        self._usage = bool(options and options.include_usage)
+        self._progress = bool(options and options.include_progress)
+        self._logprobs, self._thoughts = bool(body.logprobs), body.shows_thoughts
+        self._spell: Spelling | None = None
+        self._whole = Whole.of(answer.asked.n)
+        self._head = _head(answer, "chat.completion.chunk")
+        self._roles: set[int] = set()  # choices whose role was said
 
     def start(self) -> str:
-        return self._chunk(0, {"role": "assistant", "content": ""})
+        return self._role(0)
 
     def part(self, part: Part) -> str:
         self._whole.add(part)
-        if isinstance(part, Text) and part.text:
-            return self._chunk(part.choice, {"content": part.text})
-        if isinstance(part, Begun) and part.choice:
-            return self._chunk(part.choice, {"role": "assistant", "content": ""})
-        if isinstance(part, Ended):
+        if isinstance(part, Text):
+            if part.text or (self._logprobs and part.logprobs):
+                return self._chunk(part.choice, {"content": part.text}, logprobs=part.logprobs)
+        elif isinstance(part, Thought):
+            if part.text and self._thoughts:
+                return self._chunk(part.choice, {"reasoning_content": part.text})
+        elif isinstance(part, Call):
+            function = {"name": part.name, "arguments": ""}
+            return self._call(part, {"id": part.id, "type": "function", "function": function})
+        elif isinstance(part, Arguments):
+            return self._call(part, {"function": {"arguments": part.text}})
+        elif isinstance(part, Ended):
             return self._chunk(part.choice, {}, part.finish, {"mlxkv": extension(part.completion)})
+        elif isinstance(part, Begun):
+            return self._role(part.choice)
+        elif isinstance(part, Reading) and self._progress:
+            return self._apart({"progress": {"choice": part.choice, "done": part.done, "total": part.total}})
         return ""
 
     def ping(self) -> str:
         return self._chunk(0, {})
 
     def end(self) -> str:
-        usage = ""
-        if self.include_usage:
-            head = _head(self.answer, "chat.completion.chunk")
-            usage = event(head | {"choices": [], "usage": usage_object(self._whole.tokens)})
-        return usage + event("[DONE]")
+        if not self._usage:
+            return _DONE
+        return event(self._head | {"choices": [], "usage": usage_object(self._whole.tokens)}) + _DONE
 
     def error(self, error: BaseException) -> str:
-        return event(error_of(error)) + event("[DONE]")
+        return event(error_of(error)) + _DONE
+
+    def _role(self, choice: int) -> str:
+        if choice in self._roles:
+            return ""
+        self._roles.add(choice)
+        return self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def _call(self, part: Call | Arguments, said: dict[str, Any]) -> str:
+        return self._chunk(part.choice, {"tool_calls": [{"index": part.index} | said]})
+
+    def _apart(self, said: dict[str, Any]) -> str:
+        """A chunk without a choice, with mlxkv's own words."""
+        return event(self._head | {"choices": [], "mlxkv": said} | ({"usage": None} if self._usage else {}))
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], finish: str | None = None, more: dict[str, Any] | None = None
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        more: dict[str, Any] | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
     ) -> str:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        made = _head(self.answer, "chat.completion.chunk") | {"choices": [choice]} | (more or {})
-        return event(made | ({"usage": None} if self.include_usage else {}))
+        told = None
+        if logprobs and self._logprobs:
+            self._spell = self._spell or Spelling(self._answer.tokenizer)
+            told = logprobs_object(logprobs, self._spell)
+        made = {"index": choice, "delta": delta, "logprobs": told, "finish_reason": finish}
+        return event(self._head | {"choices": [made]} | (more or {}) | ({"usage": None} if self._usage else {}))
+
+
+def logprobs_object(tokens: Sequence[TokenLogprob], spell: Spelling) -> dict[str, Any]:
+    """OpenAI's ``logprobs`` of a choice: each token's text (U+FFFD for pieces of characters) and bytes."""
+
+    def told(id: int, logprob: float) -> dict[str, Any]:
+        raw = spell(id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+    content = [told(t.id, t.logprob) | {"top_logprobs": [told(*each) for each in t.top]} for t in tokens]
+    return {"content": content, "refusal": None}
 
 
 def usage_object(tokens: Tokens) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,20 +20,6 @@ def spelled(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def listed(tokens: Sequence[TokenLogprob], spell: Spell, start: int, length: int) -> dict[str, Any]:
-    """The lists for tokens that came with ``length`` characters of text, the first of which is the ``start``-th."""
-    return _lists([(t.id, t) for t in tokens], spell, start, length)
-
-
-def listed_prompt(
-    ids: Sequence[int], tokens: Sequence[TokenLogprob | None], spell: Spell, length: int
-) -> dict[str, Any]:
-    """The lists for a prompt of ``length`` characters; nothing comes before its first token, which has no numbers."""
-    raw = sum(_begun(spell(id)) for id in ids)
-    # what the tokenizer puts before the text (a start token) is no part of it
-    return _lists(list(zip(ids, tokens, strict=True)), spell, min(0, length - raw), max(0, length - raw) + raw)
-
-
 def joined(lists: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Lists of consecutive pieces as one; None where there are none."""
     made: dict[str, Any] | None = None
@@ -42,31 +29,51 @@ def joined(lists: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     return made
 
 
-def _lists(
-    tokens: Sequence[tuple[int, TokenLogprob | None]], spell: Spell, start: int, length: int
-) -> dict[str, Any]:
-    made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    at = start
-    for id, told in tokens:
-        raw = spell(id)
-        inside = bool(raw) and raw[0] & 0xC0 == 0x80  # it goes on with a character that has begun
-        made["text_offset"].append(max(0, min(at - inside, start + length)))
-        made["tokens"].append(spelled(raw))
-        made["token_logprobs"].append(None if told is None else told.logprob)
-        made["top_logprobs"].append(None if told is None else _top(told, spell))
-        at += _begun(raw)
-    return made
+def nothing() -> dict[str, Any]:
+    """The lists of no token."""
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def _top(told: TokenLogprob, spell: Spell) -> dict[str, float]:
-    """Token text -> log-probability: the likeliest, and the sampled one, which need not be among them. Of two tokens
-    with one text the likelier one stays."""
-    made: dict[str, float] = {}
-    for id, logprob in [*told.top, (told.id, told.logprob)]:
-        made.setdefault(spelled(spell(id)), logprob)
-    return made
+def of_prompt(ids: Sequence[int], told: Sequence[TokenLogprob | None], spell: Spell, length: int) -> dict[str, Any]:
+    """The lists of a prompt of ``length`` characters; nothing comes before its first token, which has no numbers."""
+    # what the tokenizer put before the text (a start token) is no part of it
+    before = len(b"".join(map(spell, ids)).decode("utf-8", "replace")) - length
+    return Lists(spell, -max(0, before)).add(list(zip(ids, told, strict=True)), length)
 
 
-def _begun(raw: bytes) -> int:
-    """How many characters begin in these bytes."""
-    return sum(byte & 0xC0 != 0x80 for byte in raw)
+class Lists:
+    """Makes the lists of one choice, piece by piece. A token that only goes on with a character is at the place of that
+    character; ``at`` is that of the first."""
+
+    def __init__(self, spell: Spell, at: int = 0) -> None:
+        self._spell = spell
+        self._at = at
+        self._first: bytes | None = None
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def shown(self, text: str) -> None:
+        """The first text of a choice: some tokenizers leave out the space before it."""
+        if self._first is not None and self._first.startswith(b" ") and not text.startswith(" "):
+            self._at -= 1
+
+    def add(self, tokens: Sequence[tuple[int, TokenLogprob | None]], end: int) -> dict[str, Any]:
+        """The lists of the next tokens of a text that is ``end`` characters long with them."""
+        made = nothing()
+        for id, told in tokens:
+            raw = self._spell(id)
+            self._first = raw if self._first is None else self._first
+            begun = bool(self._decoder.getstate()[0]) and bool(raw) and raw[0] & 0xC0 != 0x80
+            made["text_offset"].append(max(0, min(self._at + begun, end)))  # begun: a character that never ends
+            made["tokens"].append(spelled(raw))
+            made["token_logprobs"].append(None if told is None else told.logprob)
+            made["top_logprobs"].append(None if told is None else self._top(told))
+            self._at += len(self._decoder.decode(raw))
+        return made
+
+    def _top(self, told: TokenLogprob) -> dict[str, float]:
+        """Token text -> log-probability: the likeliest, and the sampled one, which need not be among them. Of two
+        tokens with one text the likelier one stays."""
+        made: dict[str, float] = {}
+        for id, logprob in [*told.top, (told.id, told.logprob)]:
+            made.setdefault(spelled(self._spell(id)), logprob)
+        return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..decode.request import Request
@@ -33,10 +34,14 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     logprobs: int | None = None
 
-    def to_asked(self, server: Server) -> list[Asked]:
-        """What is asked for each prompt. Raises RequestError."""
+    @property
+    def scored(self) -> bool:
+        """The prompt's own log-probabilities are wanted."""
+        return bool(self.echo) and self.logprobs is not None
+
+    def to_asked(self, server: Server, prompts: list[Any]) -> list[Asked]:
+        """What is asked for each of ``prompts``. Raises RequestError."""
         self.check_stream_options()
-        prompts = self.prompts()
         n = self._n(len(prompts))
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise RequestError(
@@ -53,23 +58,25 @@ class CompletionRequest(SamplingFields):
             logprobs=self.logprobs is not None,
             top_logprobs=self.logprobs or 0,
         )
-        common: dict[str, Any] = {"sampling": sampling, "use_cache": server.use_cache}
-        common["salt"] = self.salt(server.cache_salt)
-        if self.echo:
-            common["prompt_logprobs"] = self.logprobs
-        return [
-            Asked(
-                self.model,
-                Request(**common, **({"prompt": p} if isinstance(p, str) else {"tokens": p})),
-                "completions",
-                n=n,
-                reasoning=Reasoning(split=False),
-                stream=bool(self.stream),
-                timeout=self.checked_timeout(),
-                labels=self.labels(),
-            )
-            for p in prompts
-        ]
+        request = Request(
+            tokens=[0],
+            sampling=sampling,
+            salt=self.salt(server.cache_salt),
+            use_cache=server.use_cache,
+            prompt_logprobs=self.logprobs if self.scored else None,
+        )
+        asked = Asked(
+            self.model,
+            request,
+            "completions",
+            n=n,
+            reasoning=Reasoning(split=False),
+            stream=bool(self.stream),
+            timeout=self.checked_timeout(),
+            labels=self.labels(),
+        )
+        given = ({"prompt": p, "tokens": None} if isinstance(p, str) else {"tokens": p} for p in prompts)
+        return [replace(asked, request=replace(request, **one)) for one in given]
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one. Raises RequestError for one that is empty."""

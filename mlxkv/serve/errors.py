@@ -75,7 +75,8 @@ def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None)
 def _validation(error: RequestValidationError) -> dict[str, Any]:
     # A field of several types fails once for each; the one that got furthest is what the client meant.
     errors = error.errors()
-    first = max((e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]), key=lambda e: len(e["loc"]))
+    same = (e for e in errors if e["loc"][:2] == errors[0]["loc"][:2])
+    first = max(same, key=lambda e: (len(e["loc"]), [part for part in e["loc"] if isinstance(part, int)]))
     where = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")

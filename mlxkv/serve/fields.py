@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -116,6 +118,17 @@ class SamplingFields(Body):
             raise RequestError(
                 "stream_options was given without stream.", "Set stream to true.", param="stream_options"
             )
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the engine's fields name the body's: ``names`` has the latter by the former."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None:
+            error.param = names.get(error.param, error.param)
+        raise
 
 
 def limit(value: int | None, name: str) -> int | None:

@@ -12,14 +12,18 @@ from ..errors import RequestError
 from . import responses_input
 from .answer import Answer
 from .errors import error_of
+from .fields import renamed
 from .parts import Asked, Part
 from .responses_output import Event, Output
 from .responses_schema import ResponsesRequest
 from .responses_store import Kept, Responses
-from .server import Server
+from .server import Serving
 from .sse import EventStream, event
 
 router = APIRouter()
+
+#: what the engine's fields are called in this API
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "grammar": "text.format", "salt": "cache_salt"}
 
 
 class ResponseNotFound(RequestError):
@@ -30,9 +34,8 @@ class ResponseNotFound(RequestError):
 
 
 @router.post("/v1/responses")
-async def create(body: ResponsesRequest, request: Request) -> Response:
+async def create(server: Serving, body: ResponsesRequest, request: Request) -> Response:
     """A response, whole or as a stream of events."""
-    server: Server = request.app.state.server
     kept = responses_of(request)
     before = None
     if body.previous_response_id is not None:
@@ -42,7 +45,8 @@ async def create(body: ResponsesRequest, request: Request) -> Response:
     items = [] if body.input is None else responses_input.checked(body.input, kept.item)
     earlier = [] if before is None else before.items()
     messages = responses_input.messages(earlier, items, body.instructions)
-    answer = await Answer.begin(server, body.to_asked(server, messages), request)
+    with renamed(_NAMES):
+        answer = await Answer.begin(server, body.to_asked(server, messages), request)
     running = Running(answer, body, kept, items, before)
     if body.stream:
         return EventStream(answer, running)

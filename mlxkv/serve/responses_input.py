@@ -82,7 +82,7 @@ def _answer(made: list[dict[str, Any]], item: Item) -> None:
         or (kind == "message" and "content" in last and "tool_calls" not in last)
     )
     if begun or last is None:
-        last = {"role": "assistant"}
+        last = dict[str, Any](role="assistant")
         made.append(last)
     if kind == "reasoning":
         text = last.get("reasoning_content", "") + reasoning_text(item)

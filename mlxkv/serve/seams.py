@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..decode.request import Request
-from ..errors import EngineClosed
+from ..errors import EngineClosed, RequestError
 from .parts import Asked
 from .pipeline import Pipeline
 from .pipeline.reasoning import template_kwargs
@@ -32,7 +32,17 @@ def prepared(engine: Engine, asked: Asked) -> Request:
         template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
         reasoning_budget=asked.reasoning.budget,
     )
-    return replace(request, prepared=engine.prepare(request))
+    try:
+        return replace(request, prepared=engine.prepare(request))
+    except RequestError as error:
+        raise named(error, asked) from error
+
+
+def named(error: RequestError, asked: Asked) -> RequestError:
+    """``error``, naming the field as the caller's API does."""
+    if error.param is not None and error.param in asked.names:
+        error.param = asked.names[error.param]
+    return error
 
 
 def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
+from anyio import CapacityLimiter
 from fastapi import Depends, Request
 
 from ..decode.request import SamplingParams
@@ -26,7 +27,8 @@ class Server:
     """``defaults``, ``use_cache`` and ``cache_salt``: what a request gets for the fields that it leaves out. ``limits``
     too may change while it runs; read them when they are needed. ``on_device_error`` is called when the device has
     failed for good; the process should then end. started: seconds since 1970. draining: it was told to stop, and takes
-    no new work. loading: the model that it waits for before it is ready the first time."""
+    no new work. loading: the model that it waits for before it is ready the first time. tells_text: /v1/cache may tell
+    text that is stored, which others may have sent."""
 
     models: Models
     defaults: SamplingParams = field(default_factory=SamplingParams)
@@ -37,7 +39,10 @@ class Server:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     loading: str | None = None
+    tells_text: bool = True
     metrics: Metrics = field(init=False)
+    #: questions about an engine, which wait for its turn, on threads
+    questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: dict(self.models.engines()))

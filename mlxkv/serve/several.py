@@ -17,6 +17,7 @@ from .answer import AGAIN, Answer
 from .parts import Asked, Part, Ping
 
 if TYPE_CHECKING:
+    from ..decode.engine import Engine
     from .server import Server
 
 #: prompts of one request that are with the engine at the same time
@@ -32,7 +33,7 @@ class Several:
 
     def __init__(self, server: Server, asked: Sequence[Asked], http: Http, first: Answer) -> None:
         self.server, self.http = server, http
-        self.id, self.created, self.engine, self.asked = first.id, first.created, first.engine, first.asked
+        self.id, self.created, self.asked = first.id, first.created, first.asked
         self._all = asked
         self._began = time.monotonic()
         self._answers = {0: first}
@@ -47,12 +48,17 @@ class Several:
     async def begin(cls, server: Server, asked: Sequence[Asked], http: Http) -> Several:
         """Check all, and queue the first. Raises what refuses the request."""
         began = time.monotonic()
-        async with seams.lease(server, asked[0].model) as engine:
+        async with server.lease(asked[0].model) as engine:
             ready = [replace(a, request=await asyncio.to_thread(seams.prepared, engine, a)) for a in asked]
         first = await Answer.begin(server, ready[0], http)
         made = cls(server, ready, http, first)
         made._began = began
         return made
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that answers."""
+        return self._answers[0].engine
 
     def __aiter__(self) -> AsyncIterator[Part]:
         return self

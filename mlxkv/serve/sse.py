@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,6 +14,9 @@ from ..errors import ClientGone
 from . import seams
 from .answer import Answer
 from .parts import Part, Ping
+
+if TYPE_CHECKING:
+    from .several import Several
 
 #: seconds that a client may take no byte of what waits for it
 STALLED = 300.0
@@ -66,7 +69,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, printer: Printer) -> None:
+    def __init__(self, answer: Answer | Several, printer: Printer) -> None:
         self.answer, self.printer = answer, printer
         self.status_code = 200
         self.background = None
