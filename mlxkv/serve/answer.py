@@ -85,6 +85,7 @@ class Answer:
         self._request: Request | None = None
         self._opening: asyncio.Task[None] | None = None
         self._adding: asyncio.Task[None] | None = None
+        self._checks: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._shown = self._began  # when something came that a client sees
 
@@ -159,7 +160,7 @@ class Answer:
             ticket.cancel()  # does nothing to one that is done
         for timer in self._timers:
             timer.cancel()
-        for task in (self._opening, self._adding):
+        for task in (self._opening, self._adding, *self._checks):
             if task is not None and not task.done():
                 task.cancel()
                 await asyncio.wait({task})
@@ -297,6 +298,22 @@ class Answer:
             self._put(part)
         ended = Ended(choice, pipeline.finished(reason), completion, completion.stop)
         self._outcomes[choice] = Outcome.of(completion, ended.finish)
+        if pipeline.bound:
+            self._checks.add(asyncio.create_task(self._verify(choice, ended)))
+        else:
+            self._conclude(choice, ended)
+
+    async def _verify(self, choice: int, ended: Ended) -> None:
+        """A choice that was bound to a form is looked at again before it is said to have ended."""
+        try:
+            await asyncio.to_thread(self._pipelines[choice].verify)
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._conclude(choice, ended)
+            self._arrived.set()
+
+    def _conclude(self, choice: int, ended: Ended) -> None:
         self._ended[choice] = ended
         self._put(ended)
         self._over = len(self._ended) == self.asked.n

@@ -10,6 +10,7 @@ from ..decode.request import Request
 from ..errors import EngineClosed, RequestError
 from .parts import Asked
 from .pipeline import Pipeline
+from .pipeline.grammars import at_fault, grammar_for
 from .pipeline.reasoning import template_kwargs
 
 if TYPE_CHECKING:
@@ -27,15 +28,22 @@ def prepared(engine: Engine, asked: Asked) -> Request:
     RequestError, EngineClosed."""
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
+    try:
+        grammar = grammar_for(asked.tools, asked.request.grammar, engine.tokenizer)
+    except RequestError as error:
+        raise named(error, asked) from error
     request = replace(
         asked.request,
+        grammar=grammar,
         template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
         reasoning_budget=asked.reasoning.budget,
     )
     try:
         return replace(request, prepared=engine.prepare(request))
     except RequestError as error:
-        raise named(error, asked) from error
+        if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
+            error = at_fault(asked.tools, asked.request.grammar, error)
+        raise named(error, asked) from None
 
 
 def named(error: RequestError, asked: Asked) -> RequestError:
@@ -49,7 +57,14 @@ def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pip
     """The text pipeline of one choice of a prepared request. Raises RequestError for tools that this model has not."""
     made = request.prepared
     assert made is not None
-    return Pipeline(engine.tokenizer, made.text, asked.tools, asked.reasoning, choice=choice, thinking=made.thinking)
+    return Pipeline(
+        engine.tokenizer,
+        asked.tools,
+        asked.reasoning,
+        thinking=made.thinking,
+        choice=choice,
+        response=asked.request.grammar,
+    )
 
 
 def ping_interval(server: Server) -> float:
