@@ -17,6 +17,7 @@ from .limits import Limits
 from .metrics import Metrics
 from .models import Models, ModelState
 from .record import Record
+from .safety import Safety
 
 if TYPE_CHECKING:
     from ..decode.engine import Engine
@@ -24,21 +25,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class Server:
-    """``defaults``, ``use_cache`` and ``cache_salt``: what a request gets for the fields that it leaves out. ``limits``
-    too may change while it runs; read them when they are needed. ``on_device_error`` is called when the device has
-    failed for good; the process should then end. started: seconds since 1970. draining: it was told to stop, and takes
-    no new work. loading: the model that it waits for before it is ready the first time. tells_text: /v1/cache may tell
-    text that is stored, which others may have sent."""
+    """``defaults``, ``use_cache`` and ``cache_salt``: what a request gets for the fields that it leaves out. All of
+    these, ``limits`` and ``safety`` may change while it runs: read them when they are needed. ``on_device_error`` is
+    called when the device has failed for good; the process should then end. started: seconds since 1970. draining: it
+    was told to stop, and takes no new work. loading: the model that it waits for before it is ready the first time.
+    working: requests that are being answered, those for work only (POST). tells_text: /v1/cache may tell text that is
+    stored, which others may have sent."""
 
     models: Models
     defaults: SamplingParams = field(default_factory=SamplingParams)
     use_cache: bool = True
     cache_salt: str = ""
     limits: Limits = field(default_factory=Limits)
+    safety: Safety = field(default_factory=Safety)
     on_device_error: Callable[[DeviceError], None] | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     loading: str | None = None
+    working: int = 0
     tells_text: bool = True
     metrics: Metrics = field(init=False)
     #: questions about an engine, which wait for its turn, on threads
