@@ -7,6 +7,24 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Row:
+    """One request. id: what its caller calls it. state: ``waiting`` (in the queue, for room, or for what is stored of
+    its prompt), ``prefilling``, ``decoding``, or ``leaving``: it is no longer wanted, and goes at the next step edge.
+    age_s: seconds since it came. prompt_tokens: None until they were counted; done_tokens: of these, restored or read
+    so far; cached_tokens: restored. context_left: tokens that the model's context has room for, None where either is
+    unknown."""
+
+    id: str
+    state: str
+    age_s: float
+    prompt_tokens: int | None
+    done_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    context_left: int | None
+
+
+@dataclass(frozen=True)
 class Status:
     """running: answers that decode. prefilling: prompts that are read. restoring: what the store has of a prompt is
     read. waiting: prompts that wait for room. queued: requests that nobody has looked at yet. reserved_bytes: charged
@@ -16,7 +34,8 @@ class Status:
     entry. turns: why rows of this model do not share a batch, None if they do or nobody has asked yet. handoff: where
     the stream that speculates stands (``handoff.State``); handoffs: how often it went from one state to another, by
     ``"before > after"``. cycles: steps that verified drafts; drafted, accepted: drafts, of all rows. depth: drafts of
-    each row in the latest step, 0 if it was a plain one."""
+    each row in the latest step, 0 if it was a plain one. rows: all requests that have not ended, in the order in which
+    they came, as they are now."""
 
     running: int = 0
     prefilling: int = 0
@@ -38,6 +57,7 @@ class Status:
     drafted: int = 0
     accepted: int = 0
     depth: int = 0
+    rows: tuple[Row, ...] = ()
 
     @property
     def active(self) -> int:

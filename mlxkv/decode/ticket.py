@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from .request import Completion, Event, Finished, Request
+from ..errors import RequestCancelled, RequestTimeout
+from .request import Completion, Delta, Event, Finished, Progress, Request, Started
+from .status import Row
 
 
 class Caller(Protocol):
@@ -28,14 +31,25 @@ class Caller(Protocol):
 class Ticket:
     """Iterate it for events, the last of which is ``Finished``; a failure is raised from the iterator.
 
-    Thread-safe: each event goes to one of the threads that wait, and all of them see the end.
+    Thread-safe: each event goes to one of the threads that wait, and all of them see the end. Where the request has a
+    deadline that goes by, the iterator raises RequestTimeout, whatever the engine does; the request is given up at the
+    next step edge, as if it had been cancelled.
     """
+
+    _numbers = itertools.count(1)
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.received = time.monotonic()
+        #: what it is called in status and logs
+        self.name = request.name or f"request-{next(self._numbers)}"
+        #: told when the engine has no more to say, on the engine's thread mostly
+        self.on_end: Callable[[Ticket], None] = lambda ticket: None
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         self._cancelled = threading.Event()
+        self._late = False  # its caller was told so
+        self._started: Started | None = None
+        self._read = self._generated = 0
 
     def cancel(self) -> None:
         """Stop at the next step edge. What was computed is kept; the completion's finish_reason is ``cancelled``. A
@@ -44,14 +58,29 @@ class Ticket:
 
     @property
     def cancelled(self) -> bool:
-        return self._cancelled.is_set()
+        """It is to stop: it was cancelled, or its deadline has gone by."""
+        return self._cancelled.is_set() or self._overdue
+
+    @property
+    def _overdue(self) -> bool:
+        deadline = self.request.deadline
+        return deadline is not None and time.monotonic() >= deadline
 
     def next_event(self, timeout: float | None = None) -> Event:
         """The next event. Raises the request's error, StopIteration after the last event, TimeoutError after
         ``timeout`` seconds."""
+        if self._late:
+            raise StopIteration
+        deadline, wait = self.request.deadline, timeout
+        if deadline is not None:
+            left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+            wait = left if timeout is None else min(timeout, left)
         try:
-            event = self._events.get(timeout=timeout)
+            event = self._events.get(timeout=wait)
         except queue.Empty:
+            if deadline is not None and self._overdue:
+                self._late = True
+                raise self._timeout() from None
             raise TimeoutError(f"no event within {timeout} s") from None
         if event is None:
             self._events.put(None)  # for other threads that wait
@@ -73,13 +102,57 @@ class Ticket:
                 return event.completion
         raise RuntimeError("the events of this ticket were taken already")
 
+    def _timeout(self) -> RequestTimeout:
+        assert self.request.deadline is not None
+        seconds = self.request.deadline - self.received
+        where = "while it was answered" if self._generated else "before its answer began"
+        return RequestTimeout(
+            f"The request timed out after {seconds:.1f} s, {where}.",
+            "What was computed of its prompt is kept where there is a prefix store; allow more time, or ask for less.",
+        )
+
     # the engine's end
 
     def put(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            self._generated += len(event.token_ids)
+        elif isinstance(event, Started):
+            self._started = event
+        elif isinstance(event, Progress):
+            self._read = event.done
+        elif event.completion.finish_reason == "cancelled" and not self._cancelled.is_set() and self._overdue:
+            self.fail(self._timeout())
+            return
         self._events.put(event)
         if isinstance(event, Finished):
             self._events.put(None)
+            self.on_end(self)
 
     def fail(self, error: BaseException) -> None:
-        self._events.put(error)
+        """The request ends with ``error``; where its time was up, with that."""
+        given_up = isinstance(error, RequestCancelled) and not self._cancelled.is_set() and self._overdue
+        self._events.put(self._timeout() if given_up else error)
         self._events.put(None)
+        self.on_end(self)
+
+    def row(self, context_length: int | None) -> Row:
+        """What has become of it so far; from any thread."""
+        started = self._started
+        prompt = started.prompt_tokens if started is not None else None
+        if started is None:
+            state = "waiting"
+        else:
+            state = "decoding" if self._generated else "prefilling"
+        left = None
+        if prompt is not None and context_length is not None:
+            left = max(0, context_length - prompt - self._generated)
+        return Row(
+            id=self.name,
+            state="leaving" if self.cancelled else state,
+            age_s=time.monotonic() - self.received,
+            prompt_tokens=prompt,
+            done_tokens=prompt if self._generated and prompt is not None else self._read,
+            generated_tokens=self._generated,
+            cached_tokens=started.cached_tokens if started is not None else 0,
+            context_left=left,
+        )
