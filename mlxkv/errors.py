@@ -83,6 +83,14 @@ class EngineClosed(EngineError):
     code = "engine_closed"
 
 
+class EngineBusy(EngineError):
+    """A turn of the engine takes so long that a question about it was not answered."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "engine_busy"
+
+
 class DeadEnd(EngineError):
     """No token of this model can go on from where the answer is and still keep to the request's grammar."""
 
@@ -101,6 +109,13 @@ class RequestTimeout(EngineError):
     status = 504
     type = "timeout_error"
     code = "request_timeout"
+
+
+class ClientGone(EngineError):
+    """The client hung up; nobody reads this but the log."""
+
+    status = 499
+    code = "client_gone"
 
 
 class QueueFull(EngineError):

@@ -52,6 +52,9 @@ class Counters:
     merged_blocks: int = 0
     merged_bytes: int = 0
     merged_files: int = 0
+    #: what was given up to make room
+    evicted_records: int = 0
+    evicted_bytes: int = 0
 
     def fault(self, kind: str, detail: str) -> None:
         self.faults[kind] = self.faults.get(kind, 0) + 1
@@ -252,6 +255,8 @@ class Commit:
         def make_room(short: int, within: float = float("inf")) -> int:
             pinned = {*own, *self._pinned()}
             done = ledger.make_room(short, pinned=pinned, root=root, incoming=total, share=self._share, within=within)
+            self.counters.evicted_records += done.records
+            self.counters.evicted_bytes += done.bytes
             return done.bytes
 
         ledger.rescan()

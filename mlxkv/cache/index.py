@@ -71,6 +71,19 @@ class Entry:
     tokens: bytes
     kinds: frozenset[str]
 
+    @property
+    def sound(self) -> bool:
+        """Whether its fields agree with its key and each other: a damaged row is as good as none."""
+        fields = (self.key, self.root, self.parent, self.tokens, self.base or b"")
+        return (
+            all(isinstance(f, bytes) for f in fields)
+            and all(isinstance(n, int) for n in (self.start, self.row_start, self.end))
+            and 0 <= self.start <= self.row_start <= self.end
+            and len(self.tokens) == 4 * (self.end - self.start) > 0
+            and (self.base is None) == (self.row_start == self.start)
+            and digest(self.root, self.parent, self.tokens) == self.key
+        )
+
 
 class _Connection(sqlite3.Connection):
     """SQLite quotes damaged names in what it says of them, and Python cannot decode that: it is damage all the same."""
@@ -257,20 +270,11 @@ class Index:
 
     @staticmethod
     def _sound(row: tuple | None) -> list[Entry]:
-        """The row as an entry, if its fields agree with its key and each other: a damaged row is as good as none."""
+        """The row as an entry, if it is a sound one."""
         if row is None:
             return []
         entry = Entry(*row[:8], kinds=frozenset((row[8] or "").split(",")) - {""})
-        fields = (entry.key, entry.root, entry.parent, entry.tokens, entry.base or b"")
-        sound = (
-            all(isinstance(f, bytes) for f in fields)
-            and all(isinstance(n, int) for n in (entry.start, entry.row_start, entry.end))
-            and 0 <= entry.start <= entry.row_start <= entry.end
-            and len(entry.tokens) == 4 * (entry.end - entry.start) > 0
-            and (entry.base is None) == (entry.row_start == entry.start)
-            and digest(entry.root, entry.parent, entry.tokens) == entry.key
-        )
-        return [entry] if sound else []
+        return [entry] if entry.sound else []
 
     def entry(self, key: bytes) -> Entry | None:
         return next(iter(self._sound(self._db.execute(self._ENTRY + "e.key = ?", (key,)).fetchone())), None)

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -179,6 +180,14 @@ class Ram:
             near = {key for _, key in kin[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]}
             near.update(key for packed, key in kin[:at] if tokens.startswith(packed))
             return sorted((self._held[key].entry() for key in near), key=lambda e: e.end, reverse=True)
+
+    def recent(self, root: bytes, most: int) -> list[tuple[Entry, dict[str, int]]]:
+        """Of a key space, the entries that were used last, most recent first: (entry, record kind -> bytes)."""
+        with self._lock:
+            keys = dict.fromkeys(key for key, _ in reversed(self._recent))
+            held = (self._held[key] for key in keys)
+            mine = islice((h for h in held if next(iter(h.metas.values())).root == root), most)
+            return [(h.entry(), {kind: body.nbytes for kind, body in h.bodies.items()}) for h in mine]
 
     def answer(self, digest: bytes) -> tuple[bytes, int, int | None] | None:
         """(key of the leaf at its end, position of its first token, id of a last token that was not processed)."""

@@ -49,12 +49,14 @@ class Restorer:
     begin with, or ``discard`` lets go of all. All four belong to the engine's thread.
 
     What was read from disk is kept in RAM, as far as its budget goes. ``used`` are the tiers that were read. A file may
-    hold more rows than the index says: others were merged into it.
+    hold more rows than the index says: others were merged into it. ``nbytes_read``: bytes of the records that were read
+    and verified, by tier.
     """
 
     def __init__(self, folder: CacheFolder, ram: Ram, space: KeySpace, layout: Layout, tokens: list[int]) -> None:
         self.folder, self.ram, self.space, self.layout, self.tokens = folder, ram, space, layout, tokens
         self.used: set[str] = set()
+        self.nbytes_read = {"ram": 0, "ssd": 0}
         #: entries whose files hold more rows than the index says
         self.other: dict[bytes, Entry] = {}
         #: tasks raise Stopped as soon as they see it
@@ -172,6 +174,7 @@ class Restorer:
             raise RestoreFailed(entry, kind, bare(e), tier) from None
         with self._lock:
             self.used.add(tier)
+            self.nbytes_read[tier] += reader.body.nbytes if isinstance(reader, RamReader) else reader.size
 
     def _compare(self, m: Meta, piece: Piece, kind: str) -> None:
         entry = piece.entry

@@ -293,6 +293,8 @@ class Restoring:
     def _end(self) -> None:
         self._state = self._new_state = None  # they may hold much
         self._tasks = []
+        for tier, nbytes in self._restorer.nbytes_read.items():
+            self._store.restores.nbytes_read[tier] += nbytes
 
 
 class Restores:
@@ -302,6 +304,8 @@ class Restores:
         self.readers = Readers()
         #: entries that are being read; any thread may look
         self.pinned: frozenset[bytes] = frozenset()
+        #: bytes of records that were read and verified, by tier
+        self.nbytes_read = {"ram": 0, "ssd": 0}
         self._under_way: list[Restoring] = []
         self._leaving: list[Restoring] = []
 

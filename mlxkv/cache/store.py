@@ -70,6 +70,8 @@ class PrefixStore:
     keeps = True
     #: where tokens are looked for that neither RAM nor disk has
     legacy: LegacyTier | None = None
+    #: bytes that this store lets the folder weigh; None where it writes nothing
+    budget: int | None = None
 
     def __init__(
         self,

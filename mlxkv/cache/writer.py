@@ -129,6 +129,11 @@ class Writer:
             self._store, self._renewed, self._lost, self._stopped_because = store, True, False, ""
 
     @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the groups in the queue."""
+        return self._bytes
+
+    @property
     def tips(self) -> int:
         """How many tips wait in RAM to be written."""
         with self._wake:

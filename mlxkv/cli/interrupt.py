@@ -6,14 +6,17 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from .options import INTERRUPTED
 
-if TYPE_CHECKING:
-    from ..decode.engine import Ticket
-
 Phase = Literal["loading", "idle", "generating", "closing"]
+
+
+class Cancels(Protocol):
+    """What can be told to stop, from a signal handler."""
+
+    def cancel(self) -> None: ...
 
 
 class Interrupt:
@@ -27,7 +30,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.phase: Phase = "loading"
         self.count = 0
-        self._ticket: Ticket | None = None
+        self._ticket: Cancels | None = None
         self._before: Any = None
 
     def __enter__(self) -> Interrupt:
@@ -43,7 +46,11 @@ class Interrupt:
         """Nothing runs; start counting anew."""
         self.phase, self.count, self._ticket = "idle", 0, None
 
-    def watch(self, ticket: Ticket) -> None:
+    def loading(self) -> None:
+        """Another model is being loaded; Ctrl-C ends the process."""
+        self.phase, self._ticket = "loading", None
+
+    def watch(self, ticket: Cancels) -> None:
         """``ticket`` is what the next Ctrl-C cancels."""
         self.phase, self.count, self._ticket = "generating", 0, ticket
 

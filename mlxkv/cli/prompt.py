@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config import data_dir
@@ -53,32 +54,56 @@ class LineReader:
 class TerminalReader(LineReader):
     """Turns from a terminal, with editing and a history that is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, commands: Sequence[str]) -> None:
         super().__init__()
-        self._session = _prompt_session()
+        self._session = _prompt_session(commands)
 
     def _line(self, mark: str) -> str:
         return self._session.prompt(mark) + "\n"
 
 
-def reader(as_json: bool) -> LineReader:
-    """The reader that suits stdin and stdout."""
+def reader(as_json: bool, commands: Sequence[str] = ()) -> LineReader:
+    """The reader that suits stdin and stdout. On a terminal the Tab key completes ``commands``."""
     if not as_json and sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        return TerminalReader()
+        return TerminalReader(commands)
     return LineReader()
 
 
-def _prompt_session() -> PromptSession[str]:
+def _prompt_session(commands: Sequence[str]) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     from .session import make_private_folder
 
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @Condition
+    def in_quotes() -> bool:
+        """Enter makes a new line until the quotes are closed, so that the text can be edited, and recalled, whole."""
+        text = get_app().current_buffer.text.lstrip()
+        return text.startswith(QUOTES) and QUOTES not in text[len(QUOTES) :]
+
     path = data_dir() / "history"
+    history: History = InMemoryHistory()
     try:
         make_private_folder(path.parent)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-        return PromptSession(history=FileHistory(str(path)))
+        history = FileHistory(str(path))
     except OSError as error:
         warn(f"what you type is not kept for later: {path}: {error.strerror}.")
-        return PromptSession(history=InMemoryHistory())
+    return PromptSession(
+        history=history,
+        key_bindings=keys,
+        multiline=in_quotes,
+        prompt_continuation="… ",
+        completer=WordCompleter(list(commands), sentence=True),
+        complete_while_typing=False,
+    )

@@ -6,13 +6,17 @@ import os
 import re
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .options import paint
 
 if TYPE_CHECKING:
-    from ..decode.engine import Engine, Ticket
-    from ..decode.request import Completion, Request
+    from collections.abc import Iterator
+
+    from rich.live import Live
+
+    from ..decode.request import Completion
     from .interrupt import Interrupt
 
 #: prompt tokens to read from which on the terminal shows how far reading is
@@ -53,6 +57,9 @@ class Silent:
     def write(self, text: str) -> None:
         pass
 
+    def think(self, text: str) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 
@@ -70,6 +77,9 @@ class Plain:
             sys.stdout.flush()
             self._last = text[-1]
 
+    def think(self, text: str) -> None:
+        """Nothing: what is not the answer does not belong on stdout."""
+
     def finish(self) -> None:
         if self._last != "\n":
             sys.stdout.write("\n")
@@ -77,21 +87,26 @@ class Plain:
 
 
 class Markdown:
-    """Markdown on a terminal. Finished blocks are printed for good, only the last one is redrawn."""
+    """Markdown on a terminal. Finished blocks are printed for good, only the last one is redrawn. Reasoning comes dim,
+    as plain text."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.live import Live
 
         self._console = Console()
-        self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=False)
-        self._live.start()
+        self._live: Live | None = None
+        self._thinking = False
         self._tail = ""
         self._drawn = 0.0
 
     def write(self, text: str) -> None:
+        from rich.live import Live
         from rich.markdown import Markdown as Block
 
+        self._answer()
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=False)
+            self._live.start()
         self._tail += _CONTROLS.sub("", text)
         done, self._tail = split_blocks(self._tail)
         if done:
@@ -103,11 +118,30 @@ class Markdown:
             self._live.update(Block(self._tail), refresh=True)
             self._drawn = now
 
+    def think(self, text: str) -> None:
+        self._end_block()
+        self._thinking = True
+        sys.stdout.write(paint(_CONTROLS.sub("", text), "2"))
+        sys.stdout.flush()
+
     def finish(self) -> None:
+        self._answer()
+        self._end_block()
+
+    def _answer(self) -> None:
+        """What follows is no reasoning."""
+        if self._thinking:
+            self._thinking = False
+            sys.stdout.write("\n\n")
+            sys.stdout.flush()
+
+    def _end_block(self) -> None:
         from rich.markdown import Markdown as Block
 
-        self._live.update(Block(self._tail), refresh=True)
-        self._live.stop()
+        if self._live is not None:
+            self._live.update(Block(self._tail), refresh=True)
+            self._live.stop()
+            self._live, self._tail = None, ""
 
 
 def split_blocks(text: str) -> tuple[str, str]:
@@ -130,7 +164,10 @@ def split_blocks(text: str) -> tuple[str, str]:
     return "\n".join(lines[:cut]).strip("\n"), "\n".join(lines[cut:])
 
 
-def view(json: bool = False) -> Silent | Plain | Markdown:
+View = Silent | Plain | Markdown
+
+
+def view(json: bool = False) -> View:
     """The view that suits stdout."""
     if json:
         return Silent()
@@ -139,28 +176,60 @@ def view(json: bool = False) -> Silent | Plain | Markdown:
     return Plain()
 
 
-def answer(
-    engine: Engine, request: Request, shown: Silent | Plain | Markdown, interrupt: Interrupt
-) -> Completion | None:
-    """Submit, show the answer as it comes, and give back the completion; None if it was cancelled in the queue."""
+@dataclass(frozen=True)
+class Thought:
+    """An event: text of the model's reasoning, told apart from its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An event: nothing has come for ``seconds`` since the question was sent."""
+
+    seconds: float
+
+
+class Events(Protocol):
+    """A ticket of the engine's or of a server's."""
+
+    @property
+    def cancelled(self) -> bool: ...
+
+    def cancel(self) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def answer(ticket: Events, shown: View, interrupt: Interrupt, thoughts: list[str] | None = None) -> Completion | None:
+    """Show the answer of ``ticket`` as it comes, and give back the completion; None if it was cancelled in the queue.
+    Reasoning that is told apart from it is added to ``thoughts``."""
     from ..decode.request import Delta, Finished, Progress, Started
     from ..errors import EngineError
 
     status = Status(not isinstance(shown, Silent))
-    ticket: Ticket = engine.submit(request)
     interrupt.watch(ticket)
     completion = None
     started = False
     to_read = 0
+    reading = "waiting for the answer"
     try:
         for event in ticket:
             if isinstance(event, Started):
                 started, to_read = True, event.prompt_tokens - event.cached_tokens
             elif isinstance(event, Progress) and to_read > LONG_PROMPT and event.done < event.total:
-                status.show(f"reading the prompt: {event.done:,} of {event.total:,} tokens")
+                reading = f"reading the prompt: {event.done:,} of {event.total:,} tokens"
+                status.show(reading)
+            elif isinstance(event, Waiting):
+                status.show(f"{reading} · {event.seconds:.0f} s")
             elif isinstance(event, Delta):
                 status.clear()
                 shown.write(event.text)
+            elif isinstance(event, Thought):
+                status.clear()
+                shown.think(event.text)
+                if thoughts is not None:
+                    thoughts.append(event.text)
             elif isinstance(event, Finished):
                 completion = event.completion
     except BaseException as error:
@@ -181,10 +250,11 @@ def stats_line(completion: Completion) -> str:
     if cache.miss_reason:
         why.append(cache.miss_reason + (f" from {cache.miss_position:,}" if cache.miss_position is not None else ""))
     parts = [f"{timings.decode_tps:.1f} tok/s"] if usage.completion_tokens > 1 else []  # one token has no speed
-    parts += [
-        f"{usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} answer tokens",
-        f"{usage.cached_tokens:,} cached" + (f" ({'; '.join(why)})" if why else ""),
-    ]
+    if usage.prompt_tokens:  # a server that was hung up on has told nothing
+        parts += [
+            f"{usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} answer tokens",
+            f"{usage.cached_tokens:,} cached" + (f" ({'; '.join(why)})" if why else ""),
+        ]
     if usage.completion_tokens:
         parts.append(f"first token after {timings.ttft_s:.2f} s")
     if completion.drafts.drafted:
@@ -194,6 +264,34 @@ def stats_line(completion: Completion) -> str:
     elif completion.finish_reason == "cancelled":
         parts.append("cancelled")
     return " · ".join(parts)
+
+
+@dataclass
+class Totals:
+    """What the answers of a chat took, added up. Tokens, and seconds of decoding."""
+
+    prompt: int = 0
+    cached: int = 0
+    answered: int = 0
+    decoded: int = 0  # of these, the ones that came after the first of an answer
+    decode_s: float = 0.0
+
+    def add(self, completion: Completion) -> None:
+        usage, speed = completion.usage, completion.timings.decode_tps
+        self.prompt += usage.prompt_tokens
+        self.cached += usage.cached_tokens
+        self.answered += usage.completion_tokens
+        if usage.completion_tokens > 1 and speed > 0:
+            self.decoded += usage.completion_tokens - 1
+            self.decode_s += (usage.completion_tokens - 1) / speed
+
+    def facts(self) -> dict[str, str]:
+        """In words, for people."""
+        if not self.prompt:
+            return {}
+        made = {"prompts": f"{self.prompt:,} tokens, {self.cached:,} of them cached ({self.cached / self.prompt:.0%})"}
+        speed = f", {self.decoded / self.decode_s:.1f} tok/s" if self.decode_s else ""
+        return made | {"answers": f"{self.answered:,} tokens{speed}"}
 
 
 def show_stats(completion: Completion) -> None:

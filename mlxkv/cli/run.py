@@ -47,13 +47,15 @@ def run(
     asked = read_request(settings, prompt, messages, prompt_tokens, raw)
 
     from ..decode.request import Request
+    from .awake import LONG_ANSWER, awake
     from .interrupt import Interrupt
     from .render import answer, print_json, show_stats, view
     from .start import running_engine
 
     request = Request(**asked, sampling=sampling(settings), salt=settings.cache_salt, use_cache=settings.cache)
     with Interrupt() as interrupt, running_engine(settings, interrupt, quiet=as_json) as engine:
-        completion = answer(engine, request, view(as_json), interrupt)
+        with awake(after=LONG_ANSWER):
+            completion = answer(engine.submit(request), view(as_json), interrupt)
         if completion is not None and as_json:
             print_json(completion.to_json())
         elif completion is not None:
@@ -71,7 +73,7 @@ def read_request(
     settings: Settings, prompt: str | None, messages: str | None, prompt_tokens: str | None, raw: bool
 ) -> dict[str, Any]:
     """The one of messages, prompt and tokens that a Request starts from. Raises ConfigError, RequestError."""
-    from ..messages import check_text, normalise
+    from ..messages import check_text
 
     ways = {"a prompt": prompt, "--messages": messages, "--prompt-tokens": prompt_tokens}
     given = [name for name, value in ways.items() if value is not None]
@@ -88,17 +90,7 @@ def read_request(
     if prompt_tokens is not None:
         return {"tokens": _token_list(_read_json(prompt_tokens, "--prompt-tokens"), prompt_tokens)}
     if messages is not None:
-        found = _read_json(messages, "--messages")
-        if isinstance(found, dict):
-            extra = sorted(found.keys() - {"messages"})
-            if extra or "messages" not in found:
-                raise RequestError(
-                    f"{messages} is an object with {', '.join(map(repr, extra)) or 'no messages'}.",
-                    'It must be a message list, or an object with "messages" alone.',
-                    param="messages",
-                )
-            found = found["messages"]
-        listed = normalise(found, token_ids=True)
+        listed = read_messages(messages, "--messages")
         has_system = any(m["role"] == "system" for m in listed)
         if has_system and asked_system:
             raise ConfigError(f"--system was given, and {messages} has a system message.", "Keep one of them.")
@@ -109,6 +101,24 @@ def read_request(
     if raw:
         return {"prompt": text}
     return {"messages": with_system(settings.system, [{"role": "user", "content": text}])}
+
+
+def read_messages(name: str, what: str) -> list[dict[str, Any]]:
+    """The messages of a JSON file, or stdin for ``-``: a list, or an object with "messages" alone. Raises ConfigError,
+    RequestError."""
+    from ..messages import normalise
+
+    found = _read_json(name, what)
+    if isinstance(found, dict):
+        extra = sorted(found.keys() - {"messages"})
+        if extra or "messages" not in found:
+            raise RequestError(
+                f"{name} is an object with {', '.join(map(repr, extra)) or 'no messages'}.",
+                'It must be a message list, or an object with "messages" alone.',
+                param="messages",
+            )
+        found = found["messages"]
+    return normalise(found, token_ids=True)
 
 
 def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

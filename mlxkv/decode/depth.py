@@ -11,6 +11,7 @@ plainly. So useless drafts cost a bounded part of any run, whatever cycles cost 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -26,6 +27,8 @@ BETTER, BEGIN, GIVE_UP = 1.03, 1.03, 0.99
 BATCH = 1.06
 #: plain steps until a parked sequence is tried again, at first and at most; doubled each time that fails
 PARK, PARKED = 4, 256
+#: plain steps until it is asked again whether a try can be paid, at most
+ASK = 64
 #: plain steps until a drafter that had nothing to propose is asked again, at first and at most
 QUIET, QUIETEST = 1, 16
 #: cycles until plain steps are timed again, at first and at most, and how many of them there are then
@@ -297,8 +300,12 @@ class Depth:
             course.k = best
             return self._tried(rows, course, costs, limit) or best
         expected = sum(row.tokens(1)[1] for row in rows) / len(rows)
-        lost = LEAVE + costs.cycle(1, self._like(len(rows))) / costs.plain - expected
-        return 1 if self.allowance >= min(lost, ALLOWANCE) else 0
+        lost = min(ALLOWANCE, LEAVE + costs.cycle(1, self._like(len(rows))) / costs.plain - expected)
+        if self.allowance >= lost:
+            return 1
+        # nothing that this depends on changes much before so many plain steps have been made: they do not ask
+        course.k, course.wait = 0, min(ASK, math.ceil((lost - self.allowance) / EARNED))
+        return 0
 
     def _best(self, rows: Sequence[History], course: Course, costs: Costs, limit: int) -> tuple[int, float]:
         """The depth that gives the most tokens a second, 0 for plain steps, and what it gains: its tokens a second over

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .. import numerics
-from ..errors import DeviceError, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull, RequestCancelled
+from ..errors import (
+    DeviceError,
+    EngineBusy,
+    EngineClosed,
+    EngineError,
+    MlxkvError,
+    ModelError,
+    QueueFull,
+    RequestCancelled,
+)
 from .options import EngineInfo, Options
 from .preparing import Prepared, Words
 from .request import Request, SamplingParams
@@ -71,8 +80,9 @@ class _Question:
         self._error = error
         self._done.set()
 
-    def answer(self) -> Any:
-        self._done.wait()
+    def answer(self, timeout: float | None) -> Any:
+        if not self._done.wait(timeout):
+            raise EngineBusy(f"The engine has not come to the question within {timeout:g} s.", "Try again later.")
         if self._error is not None:
             raise self._error
         return self._result
@@ -231,11 +241,12 @@ class Engine:
     def _forget(self, ticket: Ticket) -> None:
         self._live.pop(ticket, None)
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request, fits: bool = True) -> Prepared:
         """Render, tokenise and check a request and compile its grammar, beside whatever the engine does. ``submit`` it
-        with what comes back as its ``prepared``, and that is not done again. Raises RequestError for all that
-        is wrong with it, but for what is not known before its turn (memory)."""
-        return self._words.prepare(request)
+        with what comes back as its ``prepared``, and that is not done again. fits: the context must have room for it;
+        what does not fit can be counted only. Raises RequestError for all that is wrong with it, but for what is not
+        known before its turn (memory)."""
+        return self._words.prepare(request, fits)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """Ids of ``text``. special: with what the tokenizer puts around a prompt (a BOS token, for one). Raises
@@ -282,16 +293,16 @@ class Engine:
     def _now(self) -> Status:
         return replace(self._status, queued=self._status.queued + len(self._queue))
 
-    def inspect(self, ask: Callable[[Any], T]) -> T:
-        """What ``ask(loop)`` says, asked between two turns on the engine's thread. Raises what it raises, and
-        EngineClosed."""
+    def inspect(self, ask: Callable[[Any], T], timeout: float | None = None) -> T:
+        """What ``ask(loop)`` says, asked between two turns on the engine's thread. Raises what it raises, EngineClosed,
+        and EngineBusy after ``timeout`` seconds."""
         question = _Question(ask)
         with self._wake:
             if self._closing or not self._thread.is_alive():
                 raise EngineClosed("The engine is closed.")
             self._asked.append(question)
             self._wake.notify_all()
-        return question.answer()
+        return question.answer(timeout)
 
     def close(self) -> None:
         """Cancel what runs, refuse what waits, write what is pending, and end the thread. Idempotent."""
@@ -320,7 +331,8 @@ class Engine:
             self._words = Words(
                 runtime.tokenizer, frozenset(runtime.eos), runtime.vocab_size, runtime.context_length, runtime.grammars
             )
-            self._status = Status(memory=runtime.memory.ledger())  # there before anybody can ask
+            limit = runtime.memory.limit
+            self._status = Status(memory=runtime.memory.ledger(), memory_limit=limit)  # there before anybody can ask
         except BaseException as e:
             if isinstance(e, MlxkvError):
                 self._load_error = e

@@ -16,6 +16,7 @@ from ..cache.lookup import Lookup
 from ..cache.planner import Plan
 from ..cache.restoring import Restoring
 from ..cache.state import SequenceState
+from ..cache.status import StoreStatus
 from ..errors import EngineClosed, EngineError, MlxkvError, RequestCancelled
 from .batched import Batched
 from .group import Group
@@ -131,6 +132,8 @@ class Loop:
             drafted=drafts.proposed,
             accepted=drafts.accepted,
             depth=self.seats.speculation.last if self.seats.speculation is not None and self.groups else 0,
+            memory_limit=memory.limit,
+            store=StoreStatus.of(self.rt.store) if self.rt.store is not None else None,
         )
 
     def allotted(self, sequence: Sequence) -> int:

@@ -48,9 +48,10 @@ class Words:
     context_length: int | None
     grammars: Grammars | None = None
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request, fits: bool = True) -> Prepared:
         """As Engine.prepare."""
-        made = _own(lambda: prepare(request, self.tokenizer, self.eos, self.vocab_size, self.context_length))
+        room = self.context_length if fits else None
+        made = _own(lambda: prepare(request, self.tokenizer, self.eos, self.vocab_size, room))
         if request.grammar is not None and self.grammars is not None:
             self.grammars.constraint(request.grammar)  # remembered
         return made

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..cache.status import StoreStatus
+
 
 @dataclass(frozen=True)
 class Row:
@@ -34,8 +36,9 @@ class Status:
     entry. turns: why rows of this model do not share a batch, None if they do or nobody has asked yet. handoff: where
     the stream that speculates stands (``handoff.State``); handoffs: how often it went from one state to another, by
     ``"before > after"``. cycles: steps that verified drafts; drafted, accepted: drafts, of all rows. depth: drafts of
-    each row in the latest step, 0 if it was a plain one. rows: all requests that have not ended, in the order in which
-    they came, as they are now."""
+    each row in the latest step, 0 if it was a plain one.
+    memory_limit: what the entries of the ledger may come to, bytes. store: the prefix store's own account, None where
+    nothing is kept. rows: all requests that have not ended, in the order in which they came, as they are now."""
 
     running: int = 0
     prefilling: int = 0
@@ -57,6 +60,8 @@ class Status:
     drafted: int = 0
     accepted: int = 0
     depth: int = 0
+    memory_limit: int = 0
+    store: StoreStatus | None = None
     rows: tuple[Row, ...] = ()
 
     @property

@@ -13,6 +13,9 @@ from ..errors import RequestCancelled, RequestTimeout
 from .request import Completion, Delta, Event, Finished, Progress, Request, Started
 from .status import Row
 
+#: what comes out of a ticket: events, then an error if it failed, then None
+Item = Event | BaseException | None
+
 
 class Caller(Protocol):
     """Who a sequence answers. ``received``: when its request came, ``time.monotonic()``."""
@@ -45,8 +48,10 @@ class Ticket:
         self.name = request.name or f"request-{next(self._numbers)}"
         #: told when the engine has no more to say, on the engine's thread mostly
         self.on_end: Callable[[Ticket], None] = lambda ticket: None
-        self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._cancelled = threading.Event()
+        self._told: Callable[[Item], None] | None = None
+        self._telling = threading.Lock()
         self._late = False  # its caller was told so
         self._started: Started | None = None
         self._read = self._generated = 0
@@ -65,6 +70,15 @@ class Ticket:
     def _overdue(self) -> bool:
         deadline = self.request.deadline
         return deadline is not None and time.monotonic() >= deadline
+
+    def listen(self, told: Callable[[Item], None]) -> None:
+        """From now on ``told`` gets every item, first those that came already, and the queue none: no thread need wait.
+        It is called by whoever puts the item, mostly the engine's thread, so it returns at once and raises nothing. Of
+        a deadline it hears when the engine does, which may hang: who listens keeps a clock of its own."""
+        with self._telling:
+            while not self._events.empty():
+                told(self._events.get())
+            self._told = told
 
     def next_event(self, timeout: float | None = None) -> Event:
         """The next event. Raises the request's error, StopIteration after the last event, TimeoutError after
@@ -123,17 +137,24 @@ class Ticket:
         elif event.completion.finish_reason == "cancelled" and not self._cancelled.is_set() and self._overdue:
             self.fail(self._timeout())
             return
-        self._events.put(event)
+        self._tell(event)
         if isinstance(event, Finished):
-            self._events.put(None)
+            self._tell(None)
             self.on_end(self)
 
     def fail(self, error: BaseException) -> None:
         """The request ends with ``error``; where its time was up, with that."""
         given_up = isinstance(error, RequestCancelled) and not self._cancelled.is_set() and self._overdue
-        self._events.put(self._timeout() if given_up else error)
-        self._events.put(None)
+        self._tell(self._timeout() if given_up else error)
+        self._tell(None)
         self.on_end(self)
+
+    def _tell(self, item: Item) -> None:
+        with self._telling:
+            if self._told is not None:
+                self._told(item)
+            else:
+                self._events.put(item)
 
     def row(self, context_length: int | None) -> Row:
         """What has become of it so far; from any thread."""

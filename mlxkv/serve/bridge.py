@@ -1,79 +1,65 @@
-"""From the engine's thread to the event loop: events of a ticket as an async iterator, and a client that leaves."""
+"""From the engine's threads to the event loop, without a thread that waits."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import Request
-
-from ..decode.request import Event
+from starlette.requests import Request
 
 if TYPE_CHECKING:
-    from ..decode.engine import Ticket
+    from ..decode.ticket import Item, Ticket
 
 
-async def events(ticket: Ticket, ping: float | None = None) -> AsyncIterator[Event | None]:
-    """The events of ``ticket``, Finished last; its errors are raised. None after each ``ping`` seconds of silence.
+class Inbox:
+    """Collects the items of tickets and hands them over on the loop, in order, as many as there are at once. Made, and
+    handed over, on the loop's thread."""
 
-    A thread waits for the engine, so that the loop never does; it ends when the ticket does. Leaving the iterator early
-    cancels the ticket.
-    """
-    loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+    def __init__(self, take: Callable[[int, Item], None]) -> None:
+        """``take(key, item)`` is called on the loop for each item."""
+        self._loop = asyncio.get_running_loop()
+        self._take = take
+        self._items: deque[tuple[int, Item]] = deque()
+        self._due = False
 
-    def post(item: Event | BaseException | None) -> None:
-        try:
-            loop.call_soon_threadsafe(queue.put_nowait, item)
-        except RuntimeError:  # the loop was closed; nobody listens
-            ticket.cancel()
+    def listen(self, key: int, ticket: Ticket) -> None:
+        """Take the items of ``ticket`` from now on."""
 
-    def pump() -> None:
-        try:
-            for event in ticket:
-                post(event)
-        except BaseException as error:
-            post(error)
-        else:
-            post(None)
-
-    threading.Thread(target=pump, name="mlxkv-events", daemon=True).start()
-    try:
-        getter: asyncio.Task[Event | BaseException | None] | None = None
-        while True:
-            getter = getter or asyncio.create_task(queue.get())
-            try:
-                done, _ = await asyncio.wait({getter}, timeout=ping)
-            except asyncio.CancelledError:
-                getter.cancel()
-                raise
-            if not done:
-                yield None
-                continue
-            item, getter = getter.result(), None
-            if item is None:
+        def told(item: Item) -> None:
+            self._items.append((key, item))
+            if self._due:  # whoever set it has not begun to take: this item is taken too
                 return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        ticket.cancel()  # does nothing to a ticket that is done
+            self._due = True
+            try:
+                self._loop.call_soon_threadsafe(self._hand_over)
+            except RuntimeError:  # the loop is closed: nobody is there to read it
+                ticket.cancel()
+
+        ticket.listen(told)
+
+    def _hand_over(self) -> None:
+        self._due = False  # before looking, so that an item that comes now is not missed
+        while self._items:
+            self._take(*self._items.popleft())
 
 
-@asynccontextmanager
-async def cancelled_with(request: Request, ticket: Ticket) -> AsyncIterator[None]:
-    """While entered, a client that hangs up cancels the ticket. The body must have been read."""
+@contextmanager
+def hang_up(http: Request, gone: Callable[[], None]) -> Iterator[None]:
+    """While entered, ``gone`` is called if the client hangs up. The body must have been read."""
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await http.receive())["type"] != "http.disconnect":
             pass
-        ticket.cancel()
+        gone()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
     finally:
         watcher.cancel()
+        with contextlib.suppress(RuntimeError):  # a loop that is closing
+            watcher.add_done_callback(lambda task: task.cancelled() or task.exception())

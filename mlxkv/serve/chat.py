@@ -2,173 +2,168 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import secrets
-import time
-from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 
-from ..decode.request import Completion, Delta, Event, Finished, Started, Usage
-from ..errors import DeviceError, EngineClosed, MlxkvError, ModelError
-from .bridge import cancelled_with, events
+from ..decode.request import Completion, TokenLogprob
+from ..decode.spelling import Spelling
+from .answer import Answer, Tokens, Whole, WholeChoice, collect
 from .errors import error_of
+from .parts import Arguments, Begun, Call, Ended, Part, Reading, Text, Thought
 from .schema import ChatRequest
+from .server import Serving
+from .sse import EventStream, event
 
-if TYPE_CHECKING:
-    from ..decode.engine import Ticket
-    from .server import Server
+router = APIRouter()
 
-log = logging.getLogger("mlxkv.serve")
-
-#: seconds of silence after which a stream sends a comment line, so that no client times out during a long prefill
-PING = 10.0
+_DONE = event("[DONE]")
 
 
-@dataclass
-class Reply:
-    """What all objects of one answer share."""
-
-    model: str
-    include_usage: bool = False
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        """The ``chat.completion`` object, with mlxkv's own reports under ``mlxkv``."""
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": completion.finish_reason,
-        }
-        made = self._head("chat.completion") | {"choices": [choice], "usage": usage_object(completion.usage)}
-        return made | {"mlxkv": extension(completion)}
-
-    def chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        """A ``chat.completion.chunk`` with one choice."""
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        made = self._head("chat.completion.chunk") | {"choices": [choice]}
-        return made | ({"usage": None} if self.include_usage else {})
-
-    def usage_chunk(self, completion: Completion) -> dict[str, Any]:
-        """The last chunk, without a choice."""
-        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage_object(completion.usage)}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+@router.post("/v1/chat/completions")
+async def chat_completions(server: Serving, body: ChatRequest, request: Request) -> Response:
+    """A chat completion, whole or as a stream of server-sent events."""
+    answer = await Answer.begin(server, body.to_asked(server), request)
+    if body.stream:
+        return EventStream(answer, ChatPrinter(answer, body))
+    whole = await collect(answer)
+    return JSONResponse(completion_object(answer, whole, body), headers={"x-request-id": answer.id})
 
 
-async def complete(server: Server, body: ChatRequest, request: Request) -> Response:
-    """Answer a chat request. What can be refused before the first token is refused with a status, also in a stream."""
-    if not server.serves(body.model):
-        raise ModelError(f"There is no model {body.model[:200]!r} here.", f"This server runs {server.model_name}.")
-    wanted = body.to_request(server.defaults, server.use_cache, server.cache_salt)
-    ticket = server.engine.submit(wanted)  # the engine's thread renders and tokenises
-    reply = Reply(server.model_name, bool(body.stream_options and body.stream_options.include_usage))
-    if not body.stream:
-        async with cancelled_with(request, ticket):
-            return JSONResponse(reply.whole(await _finished(ticket, reply.id)))
-    stream = events(ticket, PING)
-    async with cancelled_with(request, ticket):
-        first = await _first(stream)
-    return StreamingResponse(
-        _sse(server, reply, stream, first, ticket, request),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-    )
+def completion_object(answer: Answer, whole: Whole, body: ChatRequest) -> dict[str, Any]:
+    """The ``chat.completion`` object, with mlxkv's own reports under ``mlxkv``: those of choice 0, and where there are
+    more, of each."""
+    spell = Spelling(answer.tokenizer) if body.logprobs else None
+    made = _head(answer, "chat.completion")
+    made["choices"] = [_choice(i, choice, spell, body.shows_thoughts) for i, choice in enumerate(whole.choices)]
+    made["usage"] = usage_object(whole.tokens)
+    reports = [extension(choice.end.completion) for choice in whole.choices]
+    made["mlxkv"] = reports[0] | ({"choices": reports} if len(reports) > 1 else {})
+    return made
 
 
-async def _first(stream: AsyncIterator[Event | None]) -> Event:
-    """The first event; by then the prompt is known to be valid and it is this request's turn."""
-    async for event in stream:
-        if event is not None:
-            return event
-    raise EngineClosed("The server stopped before it began to answer.", "Try again.")
+def _choice(index: int, choice: WholeChoice, spell: Spelling | None, thoughts: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
+    message["refusal"] = None
+    if choice.thought and thoughts:
+        message["reasoning_content"] = choice.thought
+    if choice.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    logprobs = None if spell is None else logprobs_object(choice.logprobs, spell)
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.end.finish}
 
 
-async def _finished(ticket: Ticket, name: str) -> Completion:
-    async for event in events(ticket):
-        if isinstance(event, Finished):
-            log_request(name, event.completion)
-            if event.completion.finish_reason == "cancelled":
-                break
-            return event.completion
-    raise EngineClosed("The request was cancelled.", "Try again.")
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.asked.model}
 
 
-async def _sse(
-    server: Server, reply: Reply, stream: AsyncIterator[Event | None], first: Event, ticket: Ticket, request: Request
-) -> AsyncIterator[str]:
-    """Role first, then text, one finish_reason, usage if wanted, ``[DONE]``; an error stands in for the rest."""
-    completion = None
-    try:
-        async with cancelled_with(request, ticket):
-            yield _data(reply.chunk({"role": "assistant", "content": ""}))
-            async for event in _chain(first, stream):
-                if event is None:
-                    yield ": still reading the prompt\n\n"
-                elif isinstance(event, Delta) and event.text:
-                    yield _data(reply.chunk({"content": event.text}))
-                elif isinstance(event, Finished):
-                    completion = event.completion
-        if completion is None or completion.finish_reason == "cancelled":
-            raise EngineClosed("The request was cancelled.", "Try again.")
-        yield _data(reply.chunk({}, completion.finish_reason) | {"mlxkv": extension(completion)})
-        if reply.include_usage:
-            yield _data(reply.usage_chunk(completion))
-    except Exception as error:
-        if isinstance(error, MlxkvError):
-            log.warning("%s failed: %s", reply.id, error)
-        else:
-            log.exception("%s failed", reply.id)
-        if isinstance(error, DeviceError) and server.on_device_error is not None:
-            server.on_device_error(error)
-        yield _data(error_of(error))
-    finally:
-        ticket.cancel()
-        if completion is not None:
-            log_request(reply.id, completion)
-    yield "data: [DONE]\n\n"
+class ChatPrinter:
+    """``chat.completion.chunk`` objects: of each choice the role first, then what it says, and one finish_reason; then
+    usage if it is wanted, and ``[DONE]``. After an error nothing but the error and ``[DONE]``."""
+
+    def __init__(self, answer: Answer, body: ChatRequest) -> None:
+        options = body.stream_options
+        self._answer = answer
+        self._usage = bool(options and options.include_usage)
+        self._progress = bool(options and options.include_progress)
+        self._logprobs, self._thoughts = bool(body.logprobs), body.shows_thoughts
+        self._spell: Spelling | None = None
+        self._whole = Whole.of(answer.asked.n)
+        self._head = _head(answer, "chat.completion.chunk")
+        self._roles: set[int] = set()  # choices whose role was said
+
+    def start(self) -> str:
+        return self._role(0)
+
+    def part(self, part: Part) -> str:
+        self._whole.add(part)
+        if isinstance(part, Text):
+            if part.text or (self._logprobs and part.logprobs):
+                return self._chunk(part.choice, {"content": part.text}, logprobs=part.logprobs)
+        elif isinstance(part, Thought):
+            if part.text and self._thoughts:
+                return self._chunk(part.choice, {"reasoning_content": part.text})
+        elif isinstance(part, Call):
+            function = {"name": part.name, "arguments": ""}
+            return self._call(part, {"id": part.id, "type": "function", "function": function})
+        elif isinstance(part, Arguments):
+            return self._call(part, {"function": {"arguments": part.text}})
+        elif isinstance(part, Ended):
+            return self._chunk(part.choice, {}, part.finish, {"mlxkv": extension(part.completion)})
+        elif isinstance(part, Begun):
+            return self._role(part.choice)
+        elif isinstance(part, Reading) and self._progress:
+            return self._apart({"progress": {"choice": part.choice, "done": part.done, "total": part.total}})
+        return ""
+
+    def ping(self) -> str:
+        return self._chunk(0, {})
+
+    def end(self) -> str:
+        if not self._usage:
+            return _DONE
+        return event(self._head | {"choices": [], "usage": usage_object(self._whole.tokens)}) + _DONE
+
+    def error(self, error: BaseException) -> str:
+        return event(error_of(error)) + _DONE
+
+    def _role(self, choice: int) -> str:
+        if choice in self._roles:
+            return ""
+        self._roles.add(choice)
+        return self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def _call(self, part: Call | Arguments, said: dict[str, Any]) -> str:
+        return self._chunk(part.choice, {"tool_calls": [{"index": part.index} | said]})
+
+    def _apart(self, said: dict[str, Any]) -> str:
+        """A chunk without a choice, with mlxkv's own words."""
+        return event(self._head | {"choices": [], "mlxkv": said} | ({"usage": None} if self._usage else {}))
+
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        more: dict[str, Any] | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> str:
+        told = None
+        if logprobs and self._logprobs:
+            self._spell = self._spell or Spelling(self._answer.tokenizer)
+            told = logprobs_object(logprobs, self._spell)
+        made = {"index": choice, "delta": delta, "logprobs": told, "finish_reason": finish}
+        return event(self._head | {"choices": [made]} | (more or {}) | ({"usage": None} if self._usage else {}))
 
 
-async def _chain(first: Event, rest: AsyncIterator[Event | None]) -> AsyncIterator[Event | None]:
-    if not isinstance(first, Started):
-        yield first
-    async for event in rest:
-        yield event
+def logprobs_object(tokens: Sequence[TokenLogprob], spell: Spelling) -> dict[str, Any]:
+    """OpenAI's ``logprobs`` of a choice: each token's text (U+FFFD for pieces of characters) and bytes."""
+
+    def told(id: int, logprob: float) -> dict[str, Any]:
+        raw = spell(id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+    content = [told(t.id, t.logprob) | {"top_logprobs": [told(*each) for each in t.top]} for t in tokens]
+    return {"content": content, "refusal": None}
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(tokens: Tokens) -> dict[str, Any]:
     """OpenAI's ``usage``."""
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens": tokens.prompt,
+        "completion_tokens": tokens.completion,
+        "total_tokens": tokens.prompt + tokens.completion,
+        "prompt_tokens_details": {"cached_tokens": tokens.cached},
+        "completion_tokens_details": {"reasoning_tokens": tokens.thought},
     }
 
 
 def extension(completion: Completion) -> dict[str, Any]:
     """What mlxkv tells beyond OpenAI's API: ``{"cache": CacheReport, "timings": Timings, "drafts": DraftReport}``."""
     return {name: asdict(getattr(completion, name)) for name in ("cache", "timings", "drafts")}
-
-
-def log_request(name: str, completion: Completion) -> None:
-    """One line a request, without a word of what was said."""
-    usage, cache, timings, drafts = completion.usage, completion.cache, completion.timings, completion.drafts
-    drafted = f" drafts={drafts.accepted}/{drafts.drafted}" if drafts.drafted else ""
-    missed = f" miss={cache.miss_reason}@{cache.miss_position}" if cache.miss_reason else ""
-    log.info(
-        f"{name} prompt={usage.prompt_tokens} cached={usage.cached_tokens} source={cache.source}{missed} "
-        f"generated={usage.completion_tokens} prefill_s={timings.prefill_s:.3f} ttft_s={timings.ttft_s:.3f} "
-        f"tok/s={timings.decode_tps:.1f}{drafted} finish={completion.finish_reason}"
-    )
-
-
-def _data(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"

@@ -1,9 +1,10 @@
-"""Every error as OpenAI's error object: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Every error as OpenAI's error object: ``{"error": {"message", "type", "param", "code"}}``, or, on the paths of
+Anthropic's API, as that one's."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ..errors import DeviceError, MlxkvError
+from .anthropic_errors import anthropic_error, speaks_anthropic
 
 log = logging.getLogger("mlxkv.serve")
 
@@ -33,28 +35,36 @@ def error_of(error: BaseException) -> dict[str, Any]:
     return error_object("The server failed on this request.", "server_error", None, "internal_error")
 
 
+def refusal(path: str, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer to a request for ``path`` that failed: ``body``, as ``error_object`` makes it, in the words of the API
+    that the path belongs to."""
+    if speaks_anthropic(path):
+        body = anthropic_error(body["error"], status)
+    return JSONResponse(body, status, headers=headers)
+
+
 def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None) -> None:
     """Answer every error of ``app`` this way."""
 
-    async def refused(_: Request, error: Exception) -> JSONResponse:
+    async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, MlxkvError)
         if isinstance(error, DeviceError) and on_device_error is not None:
             on_device_error(error)
         headers = {"Retry-After": "5"} if error.status in (429, 503) else None
-        return JSONResponse(error_of(error), error.status, headers=headers)
+        return refusal(request.url.path, error_of(error), error.status, headers)
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return JSONResponse(_validation(error), 400)
+        return refusal(request.url.path, _validation(error), 400)
 
-    async def http(_: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         body = error_object(str(error.detail), kind, None, None)
-        return JSONResponse(body, error.status_code, headers=error.headers)
+        return refusal(request.url.path, body, error.status_code, error.headers)
 
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_of(error), 500)  # the traceback goes to the server's log
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        return refusal(request.url.path, error_of(error), 500)  # the traceback goes to the server's log
 
     app.add_exception_handler(MlxkvError, refused)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -65,7 +75,8 @@ def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None)
 def _validation(error: RequestValidationError) -> dict[str, Any]:
     # A field of several types fails once for each; the one that got furthest is what the client meant.
     errors = error.errors()
-    first = max((e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]), key=lambda e: len(e["loc"]))
+    same = (e for e in errors if e["loc"][:2] == errors[0]["loc"][:2])
+    first = max(same, key=lambda e: (len(e["loc"]), [part for part in e["loc"] if isinstance(part, int)]))
     where = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
@@ -89,6 +100,6 @@ def _spelled(where: list[Any]) -> str:
     for part in where[1:]:
         if isinstance(part, int):
             made += f"[{part}]"
-        elif part not in ("str", "list[str]", "int", "float", "bool", "[key]"):
+        elif part not in ("str", "int", "float", "bool", "[key]") and not part.startswith(("list[", "dict[")):
             made += f".{part}"
     return made

@@ -2,142 +2,192 @@
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
-
-from ..decode.request import Request, SamplingParams
+from ..decode.request import MAX_TOP_LOGPROBS, Request
 from ..errors import RequestError
-from ..messages import check_text, normalise
+from ..messages import normalise
+from .fields import SamplingFields, StreamOptions, Strict, limit, template_kwargs
+from .parts import Asked, Reasoning, Tools
+from .server import Server
+from .structured import asked_grammar
+from .tools_schema import asked_tools
 
-#: Fields of OpenAI's API that this server does not have, with the values that ask for nothing; null always does.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "verbosity": (),
-    "web_search_options": (),
-}
-#: Names for the caller's own books; they change no answer.
-_LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-
-#: Arguments of the chat template that the engine sets itself.
-_TEMPLATE_OWN = ("messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template")
+#: choices of one request
+MAX_N = 16
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+#: efforts as templates know them that know any
+_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
-class StreamOptions(BaseModel):
-    """``include_usage``: a last chunk with token counts."""
+class ReasoningFields(Strict):
+    """``effort``: none switches thinking off, the others on. ``enabled`` says the same. ``max_tokens``: tokens of
+    thinking at most. ``exclude``: the thoughts are not sent."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: int | None = None
+    exclude: bool | None = None
 
-    include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
+
+class ChatStreamOptions(StreamOptions):
+    """``include_progress``: chunks without a choice that say how much of the prompt is read."""
+
+    include_progress: bool | None = None
 
 
-class ChatRequest(BaseModel):
-    """``POST /v1/chat/completions``. What is left out is taken from the server's settings."""
+class ChatRequest(SamplingFields):
+    """``POST /v1/chat/completions``. What is left out is taken from the server's settings.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    Not OpenAI's: ``thinking_budget`` and ``enable_thinking`` (Qwen's), ``reasoning`` (OpenRouter's),
+    ``chat_template_kwargs``, ``continue_final_message``, ``add_generation_prompt``, ``structured_outputs`` and
+    ``guided_*`` (vLLM's), ``top_k``, ``min_p``, ``repetition_penalty``, ``cache_salt``, ``timeout``.
+    """
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
 
     model: str
     messages: list[dict[str, Any]]
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    metadata: dict[str, str] | None = None
     n: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningFields | None = None
+    reasoning_effort: Effort | None = None
+    thinking_budget: int | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    stream_options: ChatStreamOptions | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        for name, harmless in _UNSUPPORTED.items():
-            value = body.get(name)
-            if value is not None and not any(type(value) is type(h) and value == h for h in harmless):
-                raise RequestError(f"{name} is not supported yet.", "Leave it out.", param=name)
-        for name in body:
-            if name not in cls.model_fields and name not in _UNSUPPORTED:
-                near = difflib.get_close_matches(name, cls.model_fields, n=1)
-                hint = f"Did you mean {near[0]}?" if near else "Leave it out."
-                shown = name.encode("utf-8", "replace").decode()[:80]
-                raise RequestError(f"There is no field {shown!r}.", hint, param=shown)
-        return {name: value for name, value in body.items() if name not in _UNSUPPORTED}
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the thoughts are sent."""
+        return not (self.reasoning and self.reasoning.exclude)
 
-    def to_request(self, defaults: SamplingParams, use_cache: bool, salt: str = "") -> Request:
-        """What the engine is asked for, with ``salt`` where the request names none. Raises RequestError naming the
-        field at fault."""
-        if self.n not in (None, 1):
-            raise RequestError(f"n is {self.n}.", "One answer a request is supported.", param="n")
-        if self.stream_options is not None and not self.stream:
-            raise RequestError(
-                "stream_options was given without stream.", "Set stream to true.", param="stream_options"
-            )
-        kwargs = self.chat_template_kwargs or {}
-        for name in kwargs:
-            if name in _TEMPLATE_OWN:
-                where = f"chat_template_kwargs.{name}"
-                raise RequestError(f"{where} is set by the server.", "Leave it out.", param=where)
-        return Request(
+    def to_asked(self, server: Server) -> Asked:
+        """What is asked of ``server``. Raises RequestError naming the field at fault."""
+        self.check_stream_options()
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_N:
+            raise RequestError(f"n is {n}.", f"It must be a whole number from 1 to {MAX_N}.", param="n")
+        tools = asked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        grammar, grammar_field = self._grammar()
+        reasoning, effort = self._reasoning()
+        kwargs = template_kwargs(self.chat_template_kwargs)
+        if effort not in (None, "none"):
+            kwargs.setdefault("reasoning_effort", _EFFORT.get(effort, effort))
+        request = Request(
             messages=normalise(self.messages),
-            sampling=self._sampling(defaults),
+            sampling=self.sampling(server.defaults, **self._limits(), **self._logprobs()),
+            tools=_shown(tools),
             template_kwargs=kwargs,
-            salt=check_text(self.cache_salt or "", "cache_salt") or salt,
-            use_cache=use_cache,
+            salt=self.salt(server.cache_salt),
+            use_cache=server.use_cache,
+            grammar=grammar,
+            continue_final=self._continues(),
+        )
+        return Asked(
+            self.model,
+            request,
+            "chat",
+            n=n,
+            tools=tools,
+            reasoning=reasoning,
+            stream=bool(self.stream),
+            timeout=self.checked_timeout(),
+            labels=self.labels(),
+            names={"grammar": grammar_field, "continue_final": "continue_final_message"},
         )
 
-    def _sampling(self, defaults: SamplingParams) -> SamplingParams:
-        names = ("temperature", "top_p", "top_k", "min_p", "seed")
-        names += ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        asked: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        limits = {n: getattr(self, n) for n in ("max_tokens", "max_completion_tokens") if getattr(self, n) is not None}
+    def _grammar(self) -> Any:
+        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        return asked_grammar(
+            self.response_format, self.structured_outputs, {name: getattr(self, name) for name in names}
+        )
+
+    def _limits(self) -> dict[str, Any]:
+        names = ("max_tokens", "max_completion_tokens")
+        limits = {name: value for name in names if (value := limit(getattr(self, name), name)) is not None}
         if len(set(limits.values())) > 1:
             raise RequestError(
                 "max_tokens and max_completion_tokens differ.", "Give one of them.", param="max_completion_tokens"
             )
-        for name, value in limits.items():
-            if value < 1:
-                raise RequestError(f"{name} is {value}.", "It must be a whole number, at least 1.", param=name)
-            asked["max_tokens"] = value
-        if self.stop is not None:
-            stops = [self.stop] if isinstance(self.stop, str) else self.stop
-            asked["stop"] = tuple(check_text(stop, "stop") for stop in stops)
-        if self.logit_bias is not None:
-            asked["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return replace(defaults, **asked)
+        return {"max_tokens": next(iter(limits.values()))} if limits else {}
+
+    def _logprobs(self) -> dict[str, Any]:
+        top = self.top_logprobs or 0
+        if not 0 <= top <= MAX_TOP_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs is {top}.", f"It must be a whole number from 0 to {MAX_TOP_LOGPROBS}.", "top_logprobs"
+            )
+        if top and not self.logprobs:
+            raise RequestError("top_logprobs was given without logprobs.", "Set logprobs to true.", "top_logprobs")
+        return {"logprobs": bool(self.logprobs), "top_logprobs": top}
+
+    def _reasoning(self) -> tuple[Reasoning, Effort | None]:
+        """How thinking is handled, and the effort that the template is told."""
+        fields = self.reasoning or ReasoningFields()
+        effort = _same("reasoning.effort", fields.effort, "reasoning_effort", self.reasoning_effort)
+        budget = _same("reasoning.max_tokens", fields.max_tokens, "thinking_budget", self.thinking_budget)
+        if budget is not None and not 0 <= budget < 2**31:
+            name = "reasoning.max_tokens" if fields.max_tokens is not None else "thinking_budget"
+            raise RequestError(f"{name} is {budget}.", "It must be a whole number, at least 0.", param=name)
+        enabled = _same("reasoning.enabled", fields.enabled, "enable_thinking", self.enable_thinking)
+        if effort is not None:
+            enabled = _same("enable_thinking", enabled, "reasoning_effort", effort != "none")
+        return Reasoning(enabled, budget), effort
+
+    def _continues(self) -> bool:
+        """Whether the last message is the start of the answer."""
+        name = "continue_final_message" if self.continue_final_message else "add_generation_prompt"
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt are both true.",
+                "A message that goes on is followed by no new one.",
+                param="add_generation_prompt",
+            )
+        if not self.continue_final_message and self.add_generation_prompt is not False:
+            return False
+        if not self.messages or self.messages[-1].get("role") != "assistant":
+            raise RequestError(
+                f"{name} is {'true' if self.continue_final_message else 'false'}, but the last message is not the "
+                "assistant's.",
+                "Put the start of the answer there.",
+                param=name,
+            )
+        return True
 
 
-def _token_id(key: str) -> int:
-    if key.isascii() and key.isdigit() and len(key) < 20:
-        return int(key)
-    raise RequestError(f"logit_bias has the key {key[:80]!r}.", "It maps token ids to numbers.", param="logit_bias")
+def _shown(tools: Tools | None) -> list[dict[str, Any]] | None:
+    """The tools that the template is given."""
+    return [dict(function) for function in tools.functions] if tools is not None and tools.choice != "none" else None
+
+
+def _same(name: str, one: Any, other_name: str, other: Any) -> Any:
+    """The value of two fields that mean the same. Raises RequestError where they differ."""
+    if one is not None and other is not None and one != other:
+        raise RequestError(f"{name} and {other_name} contradict each other.", "Give one of them.", param=other_name)
+    return other if one is None else one

@@ -1,15 +1,23 @@
-"""What a server offers: one engine, its name, and what a request gets that it leaves out."""
+"""What a server offers: its models, what a request gets that it leaves out, its limits, and where it is in its life."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from anyio import CapacityLimiter
+from fastapi import Depends, Request
 
 from ..decode.request import SamplingParams
 from ..errors import DeviceError
+from .limits import Limits
+from .metrics import Metrics
+from .models import Models, ModelState
+from .record import Record
+from .safety import Safety
 
 if TYPE_CHECKING:
     from ..decode.engine import Engine
@@ -17,22 +25,72 @@ if TYPE_CHECKING:
 
 @dataclass
 class Server:
-    """One engine and how it is offered. ``defaults`` and ``cache_salt``: what a request gets for the sampling fields
-    and the salt that it leaves out."""
+    """``defaults``, ``use_cache`` and ``cache_salt``: what a request gets for the fields that it leaves out. All of
+    these, ``limits`` and ``safety`` may change while it runs: read them when they are needed. ``on_device_error`` is
+    called when the device has failed for good; the process should then end. started: seconds since 1970. draining: it
+    was told to stop, and takes no new work. loading: the model that it waits for before it is ready the first time.
+    working: requests that are being answered, those for work only (POST). tells_text: /v1/cache may tell text that is
+    stored, which others may have sent."""
 
-    engine: Engine
-    model_name: str
+    models: Models
     defaults: SamplingParams = field(default_factory=SamplingParams)
     use_cache: bool = True
     cache_salt: str = ""
+    limits: Limits = field(default_factory=Limits)
+    safety: Safety = field(default_factory=Safety)
     on_device_error: Callable[[DeviceError], None] | None = None
     started: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    loading: str | None = None
+    working: int = 0
+    tells_text: bool = True
+    metrics: Metrics = field(init=False)
+    #: questions about an engine, which wait for its turn, on threads
+    questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(lambda: dict(self.models.engines()))
+
+    @classmethod
+    def around(cls, engine: Engine, **more: Any) -> Server:
+        """A server of one engine, which the caller closes. ``more``: the fields of this class."""
+        return cls(Models.around(engine), **more)
+
+    def lease(self, name: str) -> AbstractAsyncContextManager[Engine]:
+        """The engine of the model that a request names; it stays while the block runs, and is loaded first if it has to
+        be, which may take minutes (``models.ready`` tells). Raises ModelError: an unknown name, or one that cannot be
+        loaded."""
+        return self.models.lease(name)
+
+    def observe(self, record: Record) -> None:
+        """A request is over: one log line, and the counters. On the event loop."""
+        registry = self.models.registry
+        self.metrics.observe(record, registry[record.model].name if record.model in registry else "")
+
+    def model_object(self, state: ModelState) -> dict[str, Any]:
+        """A model as ``/v1/models`` lists it."""
+        entry = state.entry
+        more = {"state": state.state, "aliases": list(entry.aliases), "adapter": entry.adapter, "pinned": entry.pinned}
+        return {"id": entry.name, "object": "model", "created": self.started, "owned_by": "mlxkv", "mlxkv": more}
+
+    # until all routes use ``lease``
+
+    @property
+    def engine(self) -> Engine:
+        return self.models.engines()[0][1]
+
+    @property
+    def model_name(self) -> str:
+        return self.models.registry.entries[0].name
 
     def serves(self, model: str) -> bool:
-        """Whether a request's ``model`` is the one that runs here: its name, its path, or the last part of either."""
-        path = str(self.engine.info.path)
-        return model in {self.model_name, path, Path(self.model_name).name, Path(path).name}
+        return model in self.models.registry
 
-    def model_object(self) -> dict[str, Any]:
-        """The model as ``/v1/models`` lists it."""
-        return {"id": self.model_name, "object": "model", "created": self.started, "owned_by": "mlxkv"}
+
+def server_of(request: Request) -> Server:
+    """The server that a request came to."""
+    return request.app.state.server
+
+
+#: the type of a route's argument that is its server: ``async def route(server: Serving, body: Body) -> ...``
+Serving = Annotated[Server, Depends(server_of)]

@@ -69,12 +69,6 @@ def decoded(engine: Engine, prompt: list[int], **sampling: Any) -> tuple[int, fl
     return (n, n / done.timings.decode_tps) if n > 0 else (0, 0.0)
 
 
-def tps(engine: Engine, asked: Sequence[list[int]], **sampling: Any) -> float:
-    """Tokens/s after each answer's first token."""
-    found = [decoded(engine, prompt, **sampling) for prompt in asked]
-    return sum(n for n, _ in found) / sum(seconds for _, seconds in found)
-
-
 def mlx_lm_decoded(model: Any, tokenizer: Any, prompt: list[int], temperature: float) -> tuple[int, float]:
     sampler = mlx_lm.sample_utils.make_sampler(temp=temperature)
     first = last = 0.0
@@ -157,14 +151,19 @@ def useless(pairs: int, step: int) -> Result:
         bias = dict.fromkeys(tokenizer.eos_token_ids, -100.0)
         seen = []
 
-        def side(**options: Any) -> float:
-            with mlxkv.load(made, cache=False, **options) as engine:
-                engine.warm_up()  # as the server does before it takes requests
-                value = tps(engine, asked[:6], logit_bias=bias)
-                seen.append(engine.status())
-                return value
+        def pair(number: int) -> list[float]:
+            with mlxkv.load(made, cache=False, draft="off") as plain, mlxkv.load(made, cache=False) as drafting:
+                for engine in (plain, drafting):
+                    engine.warm_up()  # as the server does before it takes requests
+                sides: list[One] = [
+                    lambda prompt, _: decoded(plain, prompt, logit_bias=bias),
+                    lambda prompt, _: decoded(drafting, prompt, logit_bias=bias),
+                ]
+                values = all_tps(sides, asked[:6], number)
+                seen.append(drafting.status())
+                return values
 
-        measured = in_turn(pairs, lambda: side(draft="off"), lambda: side())
+        measured = [pair(number) for number in range(pairs + 1)][1:]
     note = f"medians: plain {statistics.median(a for a, _ in measured):.0f} tok/s, with drafts "
     note += f"{statistics.median(b for _, b in measured):.0f}; {seen[-1].accepted} of {seen[-1].drafted} accepted in "
     note += f"{seen[-1].cycles} cycles"
@@ -172,12 +171,15 @@ def useless(pairs: int, step: int) -> Result:
 
 
 def late(pairs: int, n: int) -> Result:
+    """As served: with a store. Each newcomer's prompt is a new one."""
     _, tokenizer = float32(EMBEDDED)
     stream = prompts(tokenizer, 1)[-1]
-    newcomer = [(i * 7919) % 1900 + 50 for i in range(n)]
     bias = dict.fromkeys(tokenizer.eos_token_ids, -100.0)
+    asked = {"plain": 0, "drafting": 0}
 
-    def side(engine: Engine) -> float:
+    def side(name: str, engine: Engine) -> float:
+        number = asked[name] = asked[name] + 1
+        newcomer = [(i * 7919 + number * 131) % 1900 + 50 for i in range(n)]
         long = engine.submit(
             Request(tokens=stream, sampling=SamplingParams(max_tokens=4096, temperature=0.0, logit_bias=bias))
         )
@@ -195,8 +197,13 @@ def late(pairs: int, n: int) -> Result:
             pass
         return seconds
 
-    with mlxkv.load(EMBEDDED, cache=False, draft="off") as plain, mlxkv.load(EMBEDDED, cache=False) as drafting:
-        measured = in_turn(pairs, lambda: side(plain), lambda: side(drafting))
+    with tempfile.TemporaryDirectory() as folder:
+        options = [{"cache_dir": Path(folder) / name, "cache_budget": 1 << 30} for name in asked]
+        with (
+            mlxkv.load(EMBEDDED, draft="off", **options[0]) as plain,
+            mlxkv.load(EMBEDDED, **options[1]) as drafting,
+        ):
+            measured = in_turn(pairs, lambda: side("plain", plain), lambda: side("drafting", drafting))
     note = f"medians: without {1000 * statistics.median(a for a, _ in measured):.1f} ms, with "
     note += f"{1000 * statistics.median(b for _, b in measured):.1f} ms"
     name = f"first token of a late request of {n} tokens, drafts / none"

@@ -166,3 +166,37 @@ def test_an_answer_is_shown_although_its_session_cannot_be_saved(chat, home):
     assert found.code == 2 and "cannot be saved" in found.err
     assert found.lines[0]["usage"]["completion_tokens"] == 6
     assert "tok/s" in chat("hello\n").err
+
+
+def test_another_model_on_the_way(chat, tiny_model):
+    other = tiny_model("qwen3_5")
+    found = chat(f"hello\n/model {other}\n/model\nagain\n/model /nonexistent\nonce more\n/stats\n", "--json")
+    assert found.code == 3 and "going back to the model before" in found.err and "/nonexistent" in found.err
+    assert f"{other.name} on" in found.err and f"* {other.name}" in found.err
+    one, two, three = found.lines
+    assert [one["turn"], two["turn"], three["turn"]] == [1, 2, 3]
+    # the second turn found nothing of the first model's; after the failure the state of the second model is there
+    assert two["usage"]["cached_tokens"] == 0 and two["cache"]["source"] == "none"
+    assert three["usage"]["cached_tokens"] >= two["usage"]["prompt_tokens"] + two["usage"]["completion_tokens"] - 1
+    (path,) = sessions.paths()
+    assert sessions.load(path).model == str(other)
+    asked, cached = (sum(t["usage"][k] for t in found.lines) for k in ("prompt_tokens", "cached_tokens"))
+    assert f"{asked:,} tokens, {cached:,} of them cached" in found.err
+    assert "answers       18 tokens" in found.err and str(other) in found.err
+
+
+def test_load(chat, home):
+    first = chat("hello\n/save\n", "--json").lines[0]
+    out = home / "said.json"
+    found = chat(f"new\n/load\n/load {first['session']}\nmore\n/save {out}\n/load {out}\nelse\n/load zzz\n", "--json")
+    assert found.code == 2 and "No session begins with 'zzz'" in found.err
+    assert f"{first['session']}  " in found.err and "1 turn loaded." in found.err
+    assert [(line["session"] == first["session"], line["turn"]) for line in found.lines] == [
+        (False, 1),
+        (True, 2),
+        (False, 3),  # a file's messages begin a session of their own
+    ]
+    bad = home / "bad.json"
+    bad.write_text('[{"role": "robot"}]')
+    refused = chat(f"/load {bad}\nhello\n", "--json")
+    assert refused.code == 4 and "messages[0].role" in refused.err and refused.lines[0]["turn"] == 1

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
-import re
-import select
 import shutil
 import signal
 import subprocess
@@ -18,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.cli.terminal import PROMPT, readable, terminal
 
 MLXKV = [sys.executable, "-m", "mlxkv.cli"]
 ROOT = Path(__file__).parents[2]
@@ -123,42 +120,12 @@ def test_two_processes_one_answer(tiny_model, tmp_path):
     assert second["cache"]["source"] == "ssd" and second["token_ids"] == first["token_ids"]
 
 
-def test_chat_on_a_terminal(tiny_model):
-    pid, terminal = pty.fork()
-    if pid == 0:  # the child's terminal is the pty
-        os.chdir(ROOT)
-        os.environ.update(TERM="xterm-256color", COLUMNS="80", LINES="24")
-        os.execv(sys.executable, [*MLXKV, "chat", "--model", str(tiny_model("llama")), "-n", "5"])
-    said = b""
-
-    def until(what):
-        """Read on until ``what`` was said."""
-        nonlocal said
-        end = time.monotonic() + 60
-        while not re.search(what, said, re.DOTALL):
-            assert time.monotonic() < end, said
-            if select.select([terminal], [], [], 0.1)[0]:
-                new = os.read(terminal, 65536)
-                said += new
-                if b"\x1b[6n" in new:  # prompt_toolkit asks where the cursor is
-                    os.write(terminal, b"\x1b[1;1R")
-
-    try:
-        # Bracketed paste is switched on where a prompt begins; only then keys are read one by one.
-        until(rb"2004h.*>.*\x1b\[\?25h")
-        os.write(terminal, b"hello\r")
-        until(rb"tok/s.*2004h.*>.*\x1b\[\?25h")
-        os.write(terminal, b"\x04")
-        end = time.monotonic() + 30
-        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-            assert time.monotonic() < end, said
-            if select.select([terminal], [], [], 0.1)[0]:
-                with contextlib.suppress(OSError):  # the other end has closed
-                    said += os.read(terminal, 65536)
-        pid = 0
-    finally:
-        os.close(terminal)
-        if pid:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(ended[1]) == 0
+def test_chat_on_a_terminal(slow_model):
+    with terminal("chat", "--model", slow_model, "-n", 4000) as chat:
+        chat.until(PROMPT)
+        chat.type("hello\r")
+        chat.until(rb"2004l.{200}")
+        chat.type(b"\x03")  # stops the answer, and keeps it
+        assert "tok/s" in readable(chat.until(rb"Stopping.*cancelled.*" + PROMPT))
+        assert "1 turn, kept as" in chat.ask("/stats")
+        assert chat.end() == 0

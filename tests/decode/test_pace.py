@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxkv.decode.pace import Ladder, Pace
+from mlxkv.decode.reading import Patience
 from mlxkv.decode.scheduler import max_gap, next_chunk
 from tests.decode.clockwork import Machine
 
@@ -170,3 +171,11 @@ def test_the_steps_of_a_turn_are_counted():
         pace.step_took(4, 256, 0.15)
     assert chosen(pace) == 96  # 0.05 s beside 0.15; the next rung, 128, would be past 0.85 × 0.25
     assert next_chunk(LADDER, pace, 0.5, 0, prefilling=1, groups=[(4, 256)] * 2) == 256  # 0.114 s beside 0.3
+
+
+@pytest.mark.parametrize("cycle", [1.0, 2.5, 3.7, 40.0])
+def test_cycles_between_chunks_take_no_more_than_plain_steps_would(cycle):
+    """And no less, but for what is saved up."""
+    patience, chunks = Patience(), 200
+    made = sum(not patience.waits(1.0, cycle) for _ in range(chunks))
+    assert chunks - cycle < made * cycle <= chunks

@@ -1,15 +1,14 @@
-"""A ticket's events on the event loop: order, silence, errors, and leaving early."""
+"""A ticket's items on the event loop: order, what came before anybody listened, and a loop that is gone."""
 
 from __future__ import annotations
 
 import asyncio
-
-import pytest
+import threading
 
 from mlxkv.decode.request import CacheReport, Completion, Delta, Finished, Request, Timings, Usage
 from mlxkv.decode.ticket import Ticket
 from mlxkv.errors import EngineError
-from mlxkv.serve.bridge import events
+from mlxkv.serve.bridge import Inbox
 
 DONE = Finished(Completion("", "stop", [], Usage(1, 0, 0), CacheReport("none", "off", 0, 0), Timings(0, 0, 0, 0, 0, 0)))
 
@@ -18,52 +17,54 @@ def ticket():
     return Ticket(Request(prompt="x"))
 
 
-def test_order_and_end():
+def test_order_whatever_came_before():
     async def run():
-        made = ticket()
-        for event in (Delta("a", [1]), Delta("b", [2]), DONE):
-            made.put(event)
-        return [event async for event in events(made)]
+        made, seen, over = ticket(), [], asyncio.Event()
 
-    assert asyncio.run(run()) == [Delta("a", [1]), Delta("b", [2]), DONE]
+        def take(key, item):
+            seen.append((key, item))
+            if item is None:
+                over.set()
 
+        made.put(Delta("a", [1]))
+        Inbox(take).listen(7, made)
 
-def test_silence_is_filled_and_loses_nothing():
-    async def run():
-        made, seen = ticket(), []
-        async for event in events(made, ping=0.02):
-            seen.append(event)
-            if seen.count(None) == 3 and len(seen) == 3:
-                made.put(Delta("a", [1]))
-                made.put(DONE)
+        def engine():
+            for i in range(100):
+                made.put(Delta(str(i), [i]))
+            made.put(DONE)
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        await asyncio.wait_for(over.wait(), 10)
+        thread.join()
         return seen
 
-    assert asyncio.run(run()) == [None, None, None, Delta("a", [1]), DONE]
+    items = [Delta("a", [1]), *(Delta(str(i), [i]) for i in range(100)), DONE, None]
+    assert asyncio.run(run()) == [(7, item) for item in items]
 
 
 def test_an_error_comes_after_what_was_before_it():
+    broken = EngineError("broken")
+
     async def run():
         made, seen = ticket(), []
+        Inbox(lambda key, item: seen.append(item)).listen(0, made)
         made.put(Delta("a", [1]))
-        made.fail(EngineError("broken"))
-        with pytest.raises(EngineError, match="broken"):
-            async for event in events(made):
-                seen.append(event)
+        made.fail(broken)
+        while len(seen) < 3:
+            await asyncio.sleep(0)
         return seen
 
-    assert asyncio.run(run()) == [Delta("a", [1])]
+    assert asyncio.run(run()) == [Delta("a", [1]), broken, None]
 
 
-def test_leaving_early_cancels():
+def test_a_closed_loop_cancels():
+    made = ticket()
+
     async def run():
-        made = ticket()
-        made.put(Delta("a", [1]))
-        stream = events(made)
-        async for _ in stream:
-            break
-        assert not made.cancelled
-        await stream.aclose()
-        made.put(DONE)
-        return made.cancelled
+        Inbox(lambda key, item: None).listen(0, made)
 
-    assert asyncio.run(run())
+    asyncio.run(run())
+    made.put(Delta("a", [1]))
+    assert made.cancelled

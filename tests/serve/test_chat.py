@@ -202,7 +202,8 @@ def leave(http, body, after, seen=None):
     try:
         with http.stream("POST", "/v1/chat/completions", json=body, timeout=httpx.Timeout(after, connect=5)) as answer:
             if body["stream"]:
-                next(answer.iter_raw())
+                chunks = answer.iter_raw()  # to be held: an iterator that is dropped closes its connection
+                next(chunks)
                 if seen is not None:
                     seen.wait(10)
     except httpx.TimeoutException:

@@ -1,0 +1,108 @@
+"""One choice's text pipeline: engine's deltas in, parts of the answer out."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from ...decode.request import Delta, FinishReason, TokenLogprob
+from ...decode.text import Detokenizer
+from ..parts import Arguments, Call, Finish, Part, Reasoning, Text, Thought, Tools
+from .reasoning import markers, thinking_at_end
+from .splitter import Segment, Splitter
+from .tools import CallFormat
+
+
+class Pipeline:
+    """``feed`` each delta, then ``finish``. Parts carry ``choice``.
+
+    rendered: the prompt's text; whether it ends inside a thought can be told as ``thinking``. A token's log-probability
+    stays with the part that the token's text went to; tokens that are markers, or whose text is not shown, have none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        rendered: str,
+        tools: Tools | None = None,
+        reasoning: Reasoning | None = None,
+        *,
+        choice: int = 0,
+        thinking: bool | None = None,
+    ) -> None:
+        """Raises RequestError for tools where this model's calls cannot be read."""
+        calls = CallFormat(tokenizer, tools) if tools is not None and tools.choice != "none" else None
+        inside = thinking_at_end(tokenizer, rendered) if thinking is None else thinking
+        think = markers(tokenizer) if reasoning is None or reasoning.split else None
+        self._splitter = Splitter(think, inside and think is not None, calls, single=bool(tools and not tools.parallel))
+        self._tokens = _Tokens(tokenizer)
+        self._choice = choice
+        #: how many calls were made
+        self.calls = 0
+
+    @property
+    def over(self) -> bool:
+        """The one call that is allowed was made: whatever comes will not be shown, and need not be generated."""
+        return self._splitter.over
+
+    def feed(self, delta: Delta) -> list[Part]:
+        self._tokens.add(delta)
+        return self._parts(self._splitter.feed(delta.text))
+
+    def finish(self, reason: FinishReason, stop: str | None = None) -> list[Part]:
+        """The rest. ``stop``: the stop string that ended the text, if one did."""
+        return self._parts(self._splitter.finish(whole=reason == "stop" and stop is None))
+
+    def finished(self, reason: FinishReason) -> Finish:
+        """Why the choice ended, in OpenAI's words; after ``finish``."""
+        if self.calls and (reason == "stop" or self.over):
+            return "tool_calls"
+        return "length" if reason == "length" else "stop"
+
+    def _parts(self, segments: list[Segment]) -> list[Part]:
+        parts: list[Part] = []
+        for segment in segments:
+            if segment.kind in ("text", "thought"):
+                ids, logprobs = self._tokens.take(segment.length, shown=True)
+                made = Text if segment.kind == "text" else Thought
+                parts.append(made(self._choice, segment.text, logprobs, ids))
+                continue
+            self._tokens.take(segment.length, shown=False)
+            for call in segment.calls:
+                parts.append(Call(self._choice, self.calls, call.id, call.name))
+                parts.append(Arguments(self._choice, self.calls, call.arguments))
+                self.calls += 1
+        return parts
+
+
+class _Tokens:
+    """Which tokens a stretch of text is made of, in the order in which both come."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._said = 0  # characters of all tokens
+        self._taken = 0  # of the stretches
+        #: where a token's text begins and ends, its id, its log-probability
+        self._waiting: deque[tuple[int, int, int, TokenLogprob | None]] = deque()
+
+    def add(self, delta: Delta) -> None:
+        for i, token in enumerate(delta.token_ids):
+            begins = self._said
+            self._said += len(self._detokenizer.feed(token))
+            self._waiting.append((begins, self._said, token, delta.logprobs[i] if delta.logprobs else None))
+
+    def take(self, length: int, shown: bool) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        """Ids and log-probabilities of the tokens of the next ``length`` characters. A token of which a part is shown
+        belongs to the first such part."""
+        self._taken += length
+        ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        while self._waiting:
+            begins, ends, token, logprob = self._waiting[0]
+            if begins >= self._taken or (not shown and ends > self._taken):
+                break
+            self._waiting.popleft()
+            ids.append(token)
+            if logprob is not None:
+                logprobs.append(logprob)
+        return tuple(ids), tuple(logprobs)

@@ -1,0 +1,216 @@
+"""The body of ``POST /v1/responses``: every field is honoured, or refused with a 400 that names it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ..decode.request import MAX_TOP_LOGPROBS, Request
+from ..errors import RequestError
+from ..messages import check_text
+from .fields import SamplingFields, Strict, format_grammar, limit, template_kwargs
+from .parts import Asked, Reasoning, Tools
+from .server import Server
+
+_LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
+_TOOL_KEYS = {"type", "name", "description", "parameters", "strict"}
+#: efforts a template may know, for those it does not
+_EFFORT = {"xhigh": "high", "max": "high"}
+
+
+class ReasoningFields(Strict):
+    """effort: none switches thinking off, the others on. summary: the reasoning comes as a summary (the whole of it:
+    no second model shortens it)."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class TextFields(Strict):
+    """format: what the text must match, ``{"type": "text" | "json_object" | "json_schema", ...}``."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class PromptCacheOptions(Strict):
+    """Hints for another server's cache. Here every prefix is kept as the store sees fit; they change no answer."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: str | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """``POST /v1/responses``. ``thinking_budget``, ``chat_template_kwargs`` and the sampling fields that OpenAI's has
+    not are this server's own."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "access_programs": (),
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        "service_tier": ("auto", "default"),
+        "truncation": ("disabled",),
+    }
+
+    model: str
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    reasoning: ReasoningFields | None = None
+    thinking_budget: int | None = Field(default=None, ge=0)
+    text: TextFields | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def sealed(self) -> bool:
+        return _SEALED in (self.include or ())
+
+    @property
+    def summary(self) -> str | None:
+        return self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary)
+
+    def to_asked(self, server: Server, messages: list[dict[str, Any]]) -> Asked:
+        """What is asked, with the conversation as ``messages``. Raises RequestError."""
+        self._check()
+        tools = self.asked_tools()
+        shown = tools is not None and tools.choice != "none"
+        text = self.text or TextFields()
+        kwargs = template_kwargs(self.chat_template_kwargs)
+        effort = self.reasoning and self.reasoning.effort
+        if effort not in (None, "none"):
+            kwargs.setdefault("reasoning_effort", _EFFORT.get(effort, effort))
+        more: dict[str, Any] = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs or 0}
+        if (most := limit(self.max_output_tokens, "max_output_tokens")) is not None:
+            more["max_tokens"] = most
+        request = Request(
+            messages=messages,
+            sampling=self.sampling(server.defaults, **more),
+            tools=[dict(f) for f in tools.functions] if tools is not None and shown else None,
+            template_kwargs=kwargs,
+            salt=self.salt(server.cache_salt),
+            use_cache=server.use_cache,
+            grammar=format_grammar(text.format, "text.format", None),
+        )
+        return Asked(
+            self.model,
+            request,
+            "responses",
+            tools=tools,
+            reasoning=Reasoning(None if effort is None else effort != "none", self.thinking_budget),
+            stream=bool(self.stream),
+            timeout=self.checked_timeout(),
+            labels=self.labels(),
+        )
+
+    def asked_tools(self) -> Tools | None:
+        """The functions that may be called, in the chat API's form. Raises RequestError."""
+        functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+        names = [f["function"]["name"] for f in functions]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise RequestError(f"Two tools are called {name[:80]!r}.", "Names differ.", param=f"tools[{i}].name")
+        choice = self._choice(names)
+        parallel = self.parallel_tool_calls is not False
+        return Tools(tuple(functions), choice, parallel) if functions else None
+
+    def _choice(self, names: list[str]) -> Any:
+        choice = self.tool_choice
+        if choice is None:
+            return "auto"
+        if isinstance(choice, str):
+            if choice not in ("auto", "none", "required"):
+                raise RequestError(
+                    f"tool_choice is {choice[:80]!r}.",
+                    'It must be auto, none, required or {"type": "function", "name": ...}.',
+                    param="tool_choice",
+                )
+            if choice == "required" and not names:
+                raise RequestError("tool_choice is required, but there are no tools.", param="tool_choice")
+            return choice
+        if choice.get("type") != "function" or choice.keys() - {"type", "name"}:
+            raise RequestError(
+                f"tool_choice of type {str(choice.get('type'))[:80]!r} is not supported.",
+                'An object must be {"type": "function", "name": ...}.',
+                param="tool_choice",
+            )
+        if choice.get("name") not in names:
+            raise RequestError(
+                f"tool_choice names {str(choice.get('name'))[:80]!r}, which is no tool of this request.",
+                param="tool_choice.name",
+            )
+        return ("name", choice["name"])
+
+    def _check(self) -> None:
+        self.check_stream_options()
+        if self.stream_options is not None and self.stream_options.include_usage is not None:
+            raise RequestError(
+                "There is no field 'stream_options.include_usage' here.",
+                "A response's last event always has its usage.",
+                param="stream_options.include_usage",
+            )
+        for i, name in enumerate(self.include or ()):
+            if name not in (_LOGPROBS, _SEALED):
+                raise RequestError(
+                    f"include[{i}] is {name[:80]!r}.",
+                    f"Supported are {_LOGPROBS} and {_SEALED}.",
+                    param=f"include[{i}]",
+                )
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}.",
+                f"It must be a whole number from 0 to {MAX_TOP_LOGPROBS}.",
+                param="top_logprobs",
+            )
+        if self.instructions is not None:
+            check_text(self.instructions, "instructions")
+
+
+def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """A tool of this API, whose function stands beside its type, as the chat API has it."""
+    if tool.get("type") != "function":
+        raise RequestError(
+            f"{where}.type is {str(tool.get('type'))[:80]!r}.",
+            "Only functions are supported: this server runs no tools of its own.",
+            param=f"{where}.type",
+        )
+    for name, value in tool.items():
+        if name not in _TOOL_KEYS and value is not None and (name, value) not in _HARMLESS:
+            shown = str(name).encode("utf-8", "replace").decode()[:80]
+            raise RequestError(f"{where}.{shown} is not supported.", "Leave it out.", param=f"{where}.{shown}")
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise RequestError(f"{where}.name is missing.", param=f"{where}.name")
+    function: dict[str, Any] = {"name": check_text(tool["name"], f"{where}.name")}
+    for name, type in (("description", str), ("parameters", dict), ("strict", bool)):
+        value = tool.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, type):
+            raise RequestError(f"{where}.{name} is no {type.__name__}.", param=f"{where}.{name}")
+        function[name] = check_text(value, f"{where}.{name}") if isinstance(value, str) else value
+    return {"type": "function", "function": function}
+
+
+#: keys of a tool that ask for nothing with these values
+_HARMLESS = [("defer_loading", False), ("allowed_callers", ["direct"])]
