@@ -124,6 +124,14 @@ def test_calls_and_what_they_gave(client):
     assert found.output_text == chat(client, messages)
 
 
+def test_input_tokens_are_those_that_are_read(client):
+    first = ask(client, "one", instructions="Be brief.")
+    counted = client.responses.input_tokens.count(model="llama", input="one", instructions="Be brief.")
+    assert counted.input_tokens == first.usage.input_tokens
+    more = {"model": "llama", "input": "two", "previous_response_id": first.id}
+    assert client.responses.input_tokens.count(**more).input_tokens == ask(client, **more).usage.input_tokens
+
+
 def test_a_schema_holds(client):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
