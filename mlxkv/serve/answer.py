@@ -215,7 +215,7 @@ class Answer:
         woken.cancel()
         if self._opening.done():
             self._opening.result()  # raises what refuses the request
-        if self._error is not None:
+        if self._error is not None and not self._parts:  # else it comes behind them
             raise self._error
 
     def _opening_done(self, task: asyncio.Task[None]) -> None:
