@@ -7,25 +7,44 @@ the first time it is read. Unknown keys are errors that name the nearest valid o
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .config_tables import ModelTable, adapter_table, model_tables
+from .config_values import (
+    a_number,
+    a_path,
+    a_switch,
+    a_text,
+    api_keys,
+    choice,
+    depth,
+    origins,
+    parse_size,
+    paths,
+    plain,
+    seconds,
+    seconds_or_never,
+    some_seconds,
+    store_bits,
+    timeout,
+    whole,
+    words,
+)
 from .decode.request import SamplingParams
 from .errors import ConfigError, RequestError
 
 #: Variables named MLXKV_* that belong to the tools around mlxkv and are no settings.
 OTHER_VARIABLES = ("MLXKV_CONFIG", "MLXKV_PYTHON", "MLXKV_VENV")
 _OTHER_PREFIX = "MLXKV_TEST_"
+#: settings that are never shown
+SECRET = ("cache_salt", "api_key")
 #: the demo model, which comes with the package
 EMBEDDED = Path(__file__).resolve().parent / "models" / "mlxkv-demo"
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True)
@@ -37,98 +56,6 @@ class Source:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}".strip()
-
-
-def parse_size(value: Any) -> int:
-    """Bytes from ``512MB`` (10^6), ``2GiB`` (2^30), ``2G`` (10^9) or a plain number. Raises ValueError."""
-    if isinstance(value, bool):
-        raise ValueError
-    if isinstance(value, (int, float)):
-        if not math.isfinite(value) or value < 0 or value != int(value):
-            raise ValueError
-        return int(value)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
-    if not match:
-        raise ValueError
-    return int(float(match[1]) * _UNITS[match[2] or ""])
-
-
-def _flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off"):
-        return False
-    raise ValueError
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ValueError
-    return float(value)
-
-
-def _whole(low: int, high: int = 2**63 - 1) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        if isinstance(value, (bool, float)):
-            raise ValueError
-        number = int(value)
-        if not low <= number <= high:
-            raise ValueError
-        return number
-
-    return parse
-
-
-def _store_bits(value: Any) -> int | None:
-    """4 or 8; "off" takes back what a weaker source set."""
-    if isinstance(value, str) and value.strip().lower() == "off":
-        return None
-    number = _whole(4, 8)(value)
-    if number not in (4, 8):
-        raise ValueError
-    return number
-
-
-def _depth(value: Any) -> int | None:
-    """1 to 8; "auto" takes back what a weaker source set."""
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return None
-    return _whole(1, 8)(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError
-    return value
-
-
-def _plain(value: Any) -> str:
-    """A text; the empty one takes back what a weaker source set."""
-    return _text(value) if value != "" else ""
-
-
-def _path(value: Any) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(_text(str(value) if isinstance(value, Path) else value))))
-
-
-def _paths(value: Any) -> tuple[Path, ...]:
-    """Folders: a list, or one text in which the system's path separator stands between them."""
-    parts = value.split(os.pathsep) if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)):
-        raise ValueError
-    return tuple(dict.fromkeys(_path(part) for part in parts if part != ""))
-
-
-def _choice(names: Mapping[str, str]) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if not isinstance(value, str) or value.lower() not in names:
-            raise ValueError
-        return names[value.lower()]
-
-    return parse
 
 
 def _sampling(key: str, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -147,7 +74,7 @@ def _compile(value: Any) -> str:
     """auto, on or off; a file may say true or false."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
-    return "on" if _flag(value) else "off"
+    return "on" if a_switch(value) else "off"
 
 
 _DRAFTS = {name: name for name in ("auto", "mtp", "ngram", "model", "off")}
@@ -155,54 +82,80 @@ _DRAFTS = {name: name for name in ("auto", "mtp", "ngram", "model", "off")}
 
 def _draft(value: Any) -> str:
     """What drafts; a file may say false."""
-    return "off" if value is False else _choice(_DRAFTS)(value)
+    return "off" if value is False else choice(_DRAFTS)(value)
 
 
 _DTYPES = {"auto": "auto", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
+_PINGS = {name: name for name in ("comment", "chunk", "off")}
+
+
+def _ping(value: Any) -> str:
+    """What a silent stream sends; a file may say false."""
+    return "off" if value is False else choice(_PINGS)(value)
+
+
 #: key -> (parser that raises ValueError, what is allowed)
 KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "model": (_text, "a model folder or a Hugging Face id"),
-    "adapter": (_text, "a folder with LoRA weights"),
-    "cache_dir": (_path, "a folder"),
-    "cache": (_flag, "true or false"),
+    "model": (a_text, "a model folder or a Hugging Face id"),
+    "adapter": (a_text, "a folder with LoRA weights"),
+    "cache_dir": (a_path, "a folder"),
+    "cache": (a_switch, "true or false"),
     "cache_budget": (parse_size, "a size such as 20GB"),
-    "store_bits": (_store_bits, "4, 8 or off"),
-    "cache_salt": (_plain, "a text"),
-    "max_tokens": (_sampling("max_tokens", _whole(-(2**63))), "a whole number, at least 1"),
-    "temperature": (_sampling("temperature", _number), "a number from 0 to 100"),
-    "top_p": (_sampling("top_p", _number), "a number from 0 to 1"),
-    "top_k": (_sampling("top_k", _whole(-(2**63))), "a whole number, 0 for off"),
-    "min_p": (_sampling("min_p", _number), "a number from 0 to 1"),
-    "seed": (_sampling("seed", _whole(-(2**63), 2**64 - 1)), "a 64-bit whole number"),
-    "system": (_plain, "a text"),
-    "dtype": (_choice(_DTYPES), "auto, bf16, fp16 or fp32"),
-    "host": (_text, "a host name or address"),
-    "port": (_whole(0, 65535), "a port from 0 (any free one) to 65535"),
-    "url": (_plain, "a server's URL, such as http://127.0.0.1:8642"),
-    "api_key": (_plain, "a text"),
+    "store_bits": (store_bits, "4, 8 or off"),
+    "cache_salt": (plain, "a text"),
+    "max_tokens": (_sampling("max_tokens", whole(-(2**63))), "a whole number, at least 1"),
+    "temperature": (_sampling("temperature", a_number), "a number from 0 to 100"),
+    "top_p": (_sampling("top_p", a_number), "a number from 0 to 1"),
+    "top_k": (_sampling("top_k", whole(-(2**63))), "a whole number, 0 for off"),
+    "min_p": (_sampling("min_p", a_number), "a number from 0 to 1"),
+    "seed": (_sampling("seed", whole(-(2**63), 2**64 - 1)), "a 64-bit whole number"),
+    "system": (plain, "a text"),
+    "dtype": (choice(_DTYPES), "auto, bf16, fp16 or fp32"),
+    "host": (a_text, "a host name or address"),
+    "port": (whole(0, 65535), "a port from 0 (any free one) to 65535"),
+    "url": (plain, "a server's URL, such as http://127.0.0.1:8642"),
+    "api_key": (api_keys, "one or more keys of visible ASCII characters, with commas between them"),
+    "api_key_file": (a_path, "a file with one key a line"),
+    "allow_hosts": (words, "host names: a list, or a text with commas between them"),
+    "cors_origins": (origins, "web origins such as https://app.example, or *: a list, or a text with commas"),
+    "aliases": (words, "names: a list, or a text with commas between them"),
+    "models": (lambda value: model_tables(value, KEYS), 'tables such as [models.small] with path = "..."'),
+    "adapters": (adapter_table, "a table of names and folders with LoRA weights"),
+    "models_dir": (paths, f"folders of model folders: a list, or a text with {os.pathsep} between them"),
+    "hf_models": (a_switch, "true or false"),
+    "max_loaded": (whole(1, 64), "a whole number from 1 to 64"),
+    "idle_ttl": (seconds_or_never, "a time such as 10m, or never"),
+    "max_queue": (whole(1, 2**20), "a whole number, at least 1"),
+    "max_body": (parse_size, "a size such as 32MB"),
+    "max_connections": (whole(1, 2**20), "a whole number, at least 1"),
+    "request_timeout": (timeout, "a time such as 10m, or off"),
+    "ping": (_ping, "comment, chunk or off"),
+    "ping_interval": (some_seconds, "a time such as 10s"),
+    "grace": (seconds, "a time such as 10s"),
     "async_kv_limit": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "memory_limit": (parse_size, "a size such as 16GB or 12GiB"),
     "wired": (parse_size, "a size such as 512MB or 2GiB"),
-    "allow_unprotected": (_flag, "true or false"),
-    "numerics": (_choice({"fast": "fast", "exact": "exact"}), "fast or exact"),
-    "blas": (_text, "auto, none or the path of a BLAS library"),
+    "allow_unprotected": (a_switch, "true or false"),
+    "numerics": (choice({"fast": "fast", "exact": "exact"}), "fast or exact"),
+    "blas": (a_text, "auto, none or the path of a BLAS library"),
     "ram_budget": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "write_budget": (parse_size, "a size such as 100GB; 0 to write nothing"),
-    "legacy_dirs": (_paths, f"folders of oMLX's cache: a list, or a text with {os.pathsep} between them"),
-    "prefill_chunk": (_whole(1, 2**20), "a whole number of tokens, at least 1"),
-    "split": (_choice({name: name for name in ("auto", "always", "never")}), "auto, always or never"),
-    "max_gap_ms": (_whole(1, 600_000), "a whole number of milliseconds, from 1 to 600,000"),
-    "max_rows": (_whole(1, 256), "a whole number from 1 to 256"),
+    "legacy_dirs": (paths, f"folders of oMLX's cache: a list, or a text with {os.pathsep} between them"),
+    "prefill_chunk": (whole(1, 2**20), "a whole number of tokens, at least 1"),
+    "split": (choice({name: name for name in ("auto", "always", "never")}), "auto, always or never"),
+    "max_gap_ms": (whole(1, 600_000), "a whole number of milliseconds, from 1 to 600,000"),
+    "max_rows": (whole(1, 256), "a whole number from 1 to 256"),
     "compile": (_compile, "auto, on or off"),
     "draft": (_draft, "auto, mtp, ngram, model or off"),
-    "draft_model": (_plain, "a model folder or a Hugging Face id"),
-    "draft_depth": (_depth, "a whole number from 1 to 8, or auto"),
-    "ring_spare": (_whole(1, 256), "a whole number of rows, from 1 to 256"),
+    "draft_model": (plain, "a model folder or a Hugging Face id"),
+    "draft_depth": (depth, "a whole number from 1 to 8, or auto"),
+    "ring_spare": (whole(1, 256), "a whole number of rows, from 1 to 256"),
 }
 #: other spellings, in files and after MLXKV_; ``no_cache`` turns its value round
-ALIASES = {"temp": "temperature", "no_cache": "cache", "system_prompt": "system", "adapter_path": "adapter"}
+ALIASES = {"api_keys": "api_key", "alias": "aliases", "cors_origin": "cors_origins", "allow_host": "allow_hosts"}
+ALIASES |= {"temp": "temperature", "no_cache": "cache", "system_prompt": "system", "adapter_path": "adapter"}
 
 
 @dataclass(frozen=True)
@@ -227,7 +180,6 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8642
     url: str | None = None
-    api_key: str | None = None
     async_kv_limit: int = 0
     memory_limit: int | None = None
     wired: int | None = None
@@ -246,6 +198,24 @@ class Settings:
     ram_budget: int | None = None
     write_budget: int | None = None
     legacy_dirs: tuple[Path, ...] = ()
+    api_key: str | None = None
+    api_key_file: Path | None = None
+    allow_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    models: Mapping[str, ModelTable] = field(default_factory=dict)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    models_dir: tuple[Path, ...] = ()
+    hf_models: bool = False
+    max_loaded: int = 1
+    idle_ttl: float | None = None
+    max_queue: int = 256
+    max_body: int = 32 * 2**20
+    max_connections: int = 512
+    request_timeout: float | None = None
+    ping: str = "comment"
+    ping_interval: float = 10.0
+    grace: float = 10.0
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -295,6 +265,21 @@ class Settings:
         names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
         return SamplingParams(**({name: getattr(self, name) for name in names} | more))
 
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys that were set, and those of the file, one a line. Raises ConfigError."""
+        found = [key for key in (self.api_key or "").split(",") if key]
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"The key file {self.api_key_file} cannot be read: {error}.", "Write one key a line there."
+                ) from None
+            found += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            if not found:
+                raise ConfigError(f"The key file {self.api_key_file} has no key.", "Write one key a line there.")
+        return tuple(dict.fromkeys(found))
+
     def apply_environment(self) -> None:
         """Hand numerics and BLAS to ``mlxkv.numerics``, which reads the environment. Call before MLX is imported."""
         for key in ("numerics", "blas"):
@@ -326,6 +311,7 @@ class Settings:
             "ram_budget": self.ram_budget,
             "write_budget": self.write_budget,
             "legacy_dirs": self.legacy_dirs,
+            "max_queue": self.max_queue,
         }
 
 
@@ -389,7 +375,8 @@ def _parse(key: str, written: str, raw: Any, spelled: str) -> Any:
     try:
         value = parser(raw)
     except (ValueError, TypeError, OverflowError):
-        shown = repr(raw if not isinstance(raw, Path) else str(raw))
+        secret = key in SECRET and isinstance(raw, (str, list))
+        shown = "not valid" if secret else repr(raw if not isinstance(raw, Path) else str(raw))
         raise ConfigError(f"{spelled} is {shown[:200]}.", f"It must be {allowed}.") from None
     return not value if written.lower().replace("-", "_") == "no_cache" else value
 

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..config import NAMES, Settings, config_file, data_dir
+from ..config import NAMES, SECRET, Settings, config_file, data_dir
 from ..errors import ConfigError, MlxkvError
 from .cache_text import size
 from .options import Flags
@@ -42,8 +42,6 @@ NETWORK = {
 }
 OPEN_FILES = 1024
 ONLY_RAM = "As it is nothing is kept on disk, only in RAM while a process runs."
-#: settings whose values are not shown: reports are passed on
-SECRET = ("cache_salt",)
 DISK_LOW, DISK_FULL = 5 * 10**9, 512 * 10**6
 
 

@@ -197,8 +197,9 @@ def served(settings: Settings, interrupt: Interrupt) -> Served:
     from .remote import Remote
 
     assert settings.url
-    remote = Remote(settings.url, settings.api_key)
-    if settings.api_key and not remote.protected:
+    key = next(iter(settings.api_keys()), None)
+    remote = Remote(settings.url, key)
+    if key and not remote.protected:
         warn(f"the key goes to {remote.url} as plain text, which others on the way can read; https is for that.")
     interrupt.idle()
     return Served(remote, settings)

@@ -194,6 +194,97 @@ ADDRESS = _group(
         "port": (int | None, ("--port",), "Port to listen on (default 8642); 0 takes any free one."),
     },
 )
+MODELS = _group(
+    "Models",
+    {
+        "aliases": (
+            list[str] | None,
+            ("--alias",),
+            "One more name for the model; repeatable.",
+            {"metavar": "NAME"},
+        ),
+        "models_dir": (
+            str | None,
+            ("--models-dir",),
+            f"Offer every model folder in here by its name, {os.pathsep} between several.",
+            {"metavar": "DIRS"},
+        ),
+        "hf_models": (bool | None, ("--hf-models/--no-hf-models",), "Offer what is in the Hugging Face cache."),
+        "max_loaded": (
+            int | None,
+            ("--max-loaded",),
+            "Models in memory at a time (default 1).",
+            {"metavar": "N"},
+        ),
+        "idle_ttl": (
+            str | None,
+            ("--idle-ttl",),
+            "Unload a model that nobody has asked for this long, such as 10m (default: never).",
+            {"metavar": "TIME"},
+        ),
+    },
+)
+ACCESS = _group(
+    "Access",
+    {
+        "api_key": (
+            list[str] | None,
+            ("--api-key",),
+            "Answer only who sends this key; may be repeated. Others can see arguments: better in MLXKV_API_KEY.",
+            {"metavar": "KEY"},
+        ),
+        "api_key_file": (str | None, ("--api-key-file",), "Keys that may be used, one a line.", {"metavar": "FILE"}),
+        "cors_origins": (
+            list[str] | None,
+            ("--cors-origin",),
+            "Let pages of this origin (https://app.example) use the server; * for all; may be repeated.",
+            {"metavar": "ORIGIN"},
+        ),
+        "allow_hosts": (
+            list[str] | None,
+            ("--allow-host",),
+            "Answer requests for this host name too; may be repeated.",
+            {"metavar": "NAME"},
+        ),
+    },
+)
+LIMITS = _group(
+    "Limits",
+    {
+        "max_queue": (int | None, ("--max-queue",), "Requests that may wait (default 256).", {"metavar": "N"}),
+        "max_body": (str | None, ("--max-body",), "Size of a request's body (default 32MiB).", {"metavar": "SIZE"}),
+        "max_connections": (
+            int | None,
+            ("--max-connections",),
+            "Sockets open at the same time (default 512).",
+            {"metavar": "N"},
+        ),
+        "request_timeout": (
+            str | None,
+            ("--request-timeout",),
+            "End a request that takes longer, such as 10m (default: never).",
+            {"metavar": "TIME"},
+        ),
+        "ping": (
+            str | None,
+            ("--ping",),
+            "What a silent stream sends: comment (default), chunk or off.",
+            {"metavar": "WHAT"},
+        ),
+        "ping_interval": (
+            str | None,
+            ("--ping-interval",),
+            "Silence after which it does so (default 10s).",
+            {"metavar": "TIME"},
+        ),
+        "grace": (
+            str | None,
+            ("--grace",),
+            "How long running answers may go on once the server was told to stop (default 10s).",
+            {"metavar": "TIME"},
+        ),
+    },
+)
 SERVED = _group(
     "Server",
     {
@@ -243,7 +334,8 @@ def command(*groups: dict[str, Any]) -> Callable[[Callable[..., None]], Callable
         @wraps(function)
         def called(**given: Any) -> None:
             debug = given.pop("debug")
-            flags = Flags({key: given.pop(key) for key in shared if key in given})
+            taken = {key: given.pop(key) for key in shared if key in given}
+            flags = Flags({key: None if value == [] else value for key, value in taken.items()})  # [] is Typer's None
             guarded(lambda: function(flags, **given), debug)
 
         called.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]

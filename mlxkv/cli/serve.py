@@ -1,7 +1,8 @@
-"""``mlxkv serve``: the OpenAI-compatible server."""
+"""``mlxkv serve``: the server as a process."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import os
@@ -10,108 +11,165 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..errors import ConfigError, DeviceError
-from .options import ADDRESS, DRAFTS, ENGINE, INTERRUPTED, MANY, MODEL, SALT, SAMPLING, Flags, command, warn
+from .options import (
+    ACCESS,
+    ADDRESS,
+    DRAFTS,
+    ENGINE,
+    INTERRUPTED,
+    LIMITS,
+    MANY,
+    MODEL,
+    MODELS,
+    SALT,
+    SAMPLING,
+    Flags,
+    command,
+    warn,
+)
 
 if TYPE_CHECKING:
     from ..config import Settings
+    from ..decode.engine import Engine
+    from ..serve import Server
+    from ..serve.registry import Entry
 
-#: seconds that answers have to come to their end once the server was told to stop
-GRACE = 3
+#: settings that a running process cannot take over
+FIXED = ("host", "port", "numerics", "blas", "wired")
 
 
-@command(MODEL, ADDRESS, SAMPLING, ENGINE, MANY, DRAFTS, SALT)
+@command(MODEL, MODELS, ADDRESS, ACCESS, LIMITS, SAMPLING, ENGINE, MANY, DRAFTS, SALT)
 def serve(flags: Flags) -> None:
-    """Serve a model over HTTP, as OpenAI's API does. The sampling options, and the salt, are what a request gets that
-    names none."""
+    """Serve models over HTTP, as OpenAI's and Anthropic's APIs do. The sampling options, and the salt, are what a
+    request gets that names none. SIGTERM drains and stops, SIGHUP reads the settings again."""
     settings = flags.settings()
     if settings.system:
         warn("a system prompt is set; the server does not add it to requests.")
-    settings.require_model()
+    settings.api_keys()  # what is wrong with a setting is told before a socket is opened
     with listen(settings) as listener:
-        _serve(settings, listener)
+        asyncio.run(_Process(flags, settings, listener).run())
 
 
-def _serve(settings: Settings, listener: socket.socket) -> None:
-    import logging
+class _Process:
+    """One process: ``settings`` are those in force, ``flags`` what the command line adds to a file that is read again.
+    Raises what ended it; typer.Exit after Ctrl-C."""
 
-    import uvicorn
+    def __init__(self, flags: Flags, settings: Settings, listener: socket.socket) -> None:
+        import logging
 
-    from ..serve import Server as Offered
-    from ..serve import create_app
-    from .interrupt import Interrupt
-    from .start import running_engine
+        from ..serve import Server
+        from ..serve.life import Life
+        from ..serve.models import Models
+        from ..serve.offer import limits_of, raise_open_files, registry_of, safety_of
+        from .start import quiet_libraries
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("mlxkv").setLevel(logging.INFO)
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+        logging.getLogger("mlxkv").setLevel(logging.INFO)
+        quiet_libraries()
+        self.flags, self.settings, self.listener = flags, settings, listener
+        self._limits_of, self._registry_of, self._safety_of = limits_of, registry_of, safety_of
+        self._open_files = raise_open_files()
+        self.server = Server(
+            Models(registry_of(settings), self._load, max_loaded=settings.max_loaded),
+            defaults=settings.sampling(),
+            use_cache=settings.cache,
+            cache_salt=settings.cache_salt,
+            limits=limits_of(settings, self._open_files),
+            safety=safety_of(settings),
+            on_device_error=self._device_failed,
+        )
+        self.life = Life(self.server, listener, on_ready=self._ready, reloaded=self._reload)
+        self._signals: list[int] = []
 
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # what still runs then is cancelled at a step edge and told so, not cut off in the middle of a stream
-            closing = threading.Timer(GRACE, engine.close)
-            closing.daemon = True
-            closing.start()
-            try:
-                await super().shutdown(sockets)
-            finally:
-                closing.cancel()
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._told_to_stop, number)
+        loop.add_signal_handler(signal.SIGHUP, self.life.reload)
+        await self.life.run()
+        # SIGTERM is how a supervisor stops a service: done, not an error.
+        if signal.SIGINT in self._signals:
+            raise typer.Exit(INTERRUPTED)
 
-    failed: list[DeviceError] = []
-    stopped: list[int] = []
+    def _told_to_stop(self, number: int) -> None:
+        """The first signal drains; the second one ends the process at once, and the first one too while it loads:
+        nothing has been computed. The store's files stay whole, because only durable ones are visible."""
+        self._signals.append(number)
+        if len(self._signals) > 1 or self.server.loading is not None:
+            sys.stderr.flush()
+            os._exit(INTERRUPTED if number == signal.SIGINT else 0)
+        if number == signal.SIGINT:
+            again = f" Running answers have {self.settings.grace:g} s." if self.server.working else ""
+            typer.echo(f"\nStopping and keeping what was computed.{again} Ctrl-C again ends at once.", err=True)
+        self.life.stop()
 
-    def on_device_error(error: DeviceError) -> None:
-        failed.append(error)
-        server.should_exit = True
+    def _device_failed(self, error: DeviceError) -> None:
+        self.life.stop(error)
 
-    # uvicorn raises a signal again once it has shut down; by then the engine still has state to write.
-    before = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    try:
-        with Interrupt() as interrupt, running_engine(settings, interrupt) as engine:
-            offered = Offered.around(
-                engine,
-                defaults=settings.sampling(),
-                use_cache=settings.cache,
-                cache_salt=settings.cache_salt,
-                on_device_error=on_device_error,
-            )
-            app = create_app(offered, host=settings.host)
-            server = Server(
-                uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE + 6, server_header=False)
-            )
+    def _load(self, entry: Entry) -> Engine:
+        """An engine that is warm. On a thread of its own."""
+        from ..decode.engine import Engine
+        from .render import Status
+        from .start import Progress, say_about
+
+        status = Status()
+        status.show(f"loading {entry.source}")
+        try:
+            engine = Engine(entry.source, **entry.options, progress=Progress(status, False))
+        finally:
+            status.clear()
+        try:
+            say_about(engine, self.settings)
             engine.warm_up()
-            _say_where(settings, listener, engine.info)
-            if not stopped:
-                try:
-                    server.run(sockets=[listener])
-                except KeyboardInterrupt:
-                    stopped.append(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    if failed:
-        raise failed[0]
-    # SIGTERM is how a supervisor stops a service: done, not an error.
-    if signal.SIGINT in stopped:
-        raise typer.Exit(INTERRUPTED)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _reload(self) -> None:
+        from ..config import Settings
+
+        settings = Settings.load(self.flags)
+        limits, safety = self._limits_of(settings, self._open_files), self._safety_of(settings)
+        defaults = settings.sampling()
+        self.server.models.reload(self._registry_of(settings), settings.max_loaded)
+        fixed = [name for name in FIXED if getattr(settings, name) != getattr(self.settings, name)]
+        if fixed:
+            warn(f"{', '.join(fixed)} changed: that takes a restart.")
+        self.server.limits, self.server.safety, self.server.defaults = limits, safety, defaults
+        self.server.use_cache, self.server.cache_salt = settings.cache, settings.cache_salt
+        self.settings = settings
+
+    def _ready(self) -> None:
+        loaded = self.server.models.engines()
+        say_where(self.settings, self.listener, loaded[0][1].info if loaded else None, self.server)
 
 
-def _say_where(settings: Settings, listener: socket.socket, info: Any) -> None:
+def say_where(settings: Settings, listener: socket.socket, info: Any, server: Server) -> None:
+    """Where the server is and what it offers, on stderr."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    where = f"cache: {info.cache_dir}" if info.cache_dir and not info.store_off else "cache: off"
-    if info.disk_off and not info.store_off:
-        where = f"{where} (read only)" if info.reads_disk else "cache: in RAM only"
-    typer.echo(f"http://{shown}:{port}/v1  model: {info.name}  {where}", err=True)
+    said = f"http://{shown}:{port}/v1"
+    if info is not None:
+        where = f"cache: {info.cache_dir}" if info.cache_dir and not info.store_off else "cache: off"
+        if info.disk_off and not info.store_off:
+            where = f"{where} (read only)" if info.reads_disk else "cache: in RAM only"
+        said += f"  model: {info.name}  {where}"
+    others = len(server.models.registry.entries) - 1
+    if others:
+        said += f"  and {others} more model{'s' if others > 1 else ''}"
+    typer.echo(said, err=True)
     typer.echo("Ctrl-C stops it.", err=True)
     sys.stderr.flush()
-    if not _is_loopback(host):
+    if not is_loopback(host) and not server.safety.keys:
         warn(
-            f"{host} can be reached from other machines, and everybody there may use this model: there is no key "
-            "and no encryption. Use --host 127.0.0.1 unless you want that."
+            f"{host} can be reached from other machines, and everybody there may use this model: THERE IS NO KEY and "
+            "no encryption. Set one with MLXKV_API_KEY, or use --host 127.0.0.1."
         )
 
 
@@ -182,7 +240,7 @@ def _owner_in_proc(port: int) -> str:
     return ""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

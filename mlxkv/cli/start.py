@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .interrupt import Interrupt
 
 
-class _Progress:
+class Progress:
     """Says on stderr what takes long: on a terminal how far it is, else once that it takes more than a second."""
 
     def __init__(self, status: Status, quiet: bool) -> None:
@@ -52,11 +52,22 @@ def running_engine(settings: Settings, interrupt: Interrupt | None = None, quiet
     try:
         from ..decode.engine import Engine
 
-        engine = Engine(model, **settings.engine_options(), progress=_Progress(status, quiet))
+        engine = Engine(model, **settings.engine_options(), progress=Progress(status, quiet))
     finally:
         status.clear()
     if interrupt is not None:
         interrupt.idle()
+    say_about(engine, settings, quiet)
+    try:
+        yield engine
+    finally:
+        if interrupt is not None:
+            interrupt.closing()
+        engine.close()
+
+
+def say_about(engine: Engine, settings: Settings, quiet: bool = False) -> None:
+    """What the user should know about a model that was loaded, on stderr."""
     if engine.info.store_off and settings.cache:
         warn(f"nothing will be remembered: {engine.info.store_off}")
     elif engine.info.disk_off and settings.cache:
@@ -65,9 +76,3 @@ def running_engine(settings: Settings, interrupt: Interrupt | None = None, quiet
     if not quiet:
         for note in engine.info.notes:
             typer.echo(paint(f"note: {note}", "2"), err=True)
-    try:
-        yield engine
-    finally:
-        if interrupt is not None:
-            interrupt.closing()
-        engine.close()

@@ -73,6 +73,7 @@ class Models:
         self._slots: dict[str, Slot] = {}
         self._waiting: dict[str, list[asyncio.Future[Slot]]] = {}  # by name, who came first first
         self._failed: dict[str, tuple[float, MlxkvError]] = {}
+        self._asked_for: set[str] = set()  # names whose loading is no news in a log
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._check(registry, max_loaded)
@@ -119,10 +120,14 @@ class Models:
         """The engines that are loaded, by name."""
         return [(name, slot.engine) for name, slot in self._slots.items() if slot.engine is not None]
 
+    def first(self) -> list[Entry]:
+        """What is to be there from the start: the pinned ones, or else the default."""
+        return [entry for entry in self.registry if entry.pinned] or list(self.registry)[:1]
+
     async def preload(self) -> None:
-        """Load what is to be there from the start: the pinned ones, or else the default. Raises ModelError."""
-        wanted = [entry for entry in self.registry if entry.pinned] or list(self.registry)[:1]
-        for entry in wanted:
+        """Load ``first()``. Raises ModelError."""
+        for entry in self.first():
+            self._asked_for.add(entry.name)
             async with self.lease(entry.name):
                 pass
 
@@ -197,14 +202,18 @@ class Models:
                 del self._waiting[name]
         if self._closed:
             return
+        self._grant()  # first: who waited for what is ready now goes before those who want it gone
         blocked = [name for name in self._waiting if name not in self._slots]
-        free = max(0, self.max_loaded - len(self._slots))
-        for name in blocked[:free]:
+        had = len(self._slots)
+        for name in blocked[: max(0, self.max_loaded - had)]:
             self._begin(name)
-        self._make_room(len(blocked[free:]))
+        self._make_room(len(blocked) - (self.max_loaded - had))
+        self._grant()  # again: what was to make room may stay after all
+
+    def _grant(self) -> None:
         for name in [name for name in self._waiting if name in self._slots]:
             slot = self._slots[name]
-            if slot.state == "ready":
+            if slot.state == "ready" and not self._stale(slot):
                 for future in self._waiting.pop(name):
                     slot.leases += 1
                     future.set_result(slot)
@@ -233,7 +242,9 @@ class Models:
 
     def _begin(self, name: str) -> None:
         slot = self._slots[name] = Slot(self.registry[name])
-        log.info("model=%s loading", name)
+        level = logging.DEBUG if name in self._asked_for else logging.INFO
+        self._asked_for.discard(name)
+        log.log(level, "model=%s loading", name)
 
         async def run() -> None:
             try:
@@ -247,7 +258,7 @@ class Models:
             else:
                 self._failed.pop(name, None)
                 slot.state, slot.used = "ready", time.monotonic()
-                log.info("model=%s loaded in %.1f s", name, slot.engine.info.load_s)
+                log.log(level, "model=%s loaded in %.1f s", name, slot.engine.info.load_s)
                 if self._closed:
                     self._close(slot)
             self._arrange()

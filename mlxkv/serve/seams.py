@@ -31,6 +31,7 @@ def prepared(engine: Engine, asked: Asked) -> Request:
         asked.request,
         template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
         reasoning_budget=asked.reasoning.budget,
+        share=asked.n > 1,
     )
     try:
         return replace(request, prepared=engine.prepare(request))

@@ -17,6 +17,7 @@ from .limits import Limits
 from .metrics import Metrics
 from .models import Models, ModelState
 from .record import Record
+from .safety import Safety
 
 if TYPE_CHECKING:
     from ..decode.engine import Engine
@@ -24,22 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Server:
-    """``defaults``, ``use_cache`` and ``cache_salt``: what a request gets for the fields that it leaves out. ``limits``
-    too may change while it runs; read them when they are needed. ``on_device_error`` is called when the device has
-    failed for good; the process should then end. started: seconds since 1970. draining: it was told to stop, and takes
-    no new work. loading: the model that it waits for before it is ready the first time. tells_text: /v1/cache may tell
-    text that is stored, which others may have sent."""
+    """``defaults``, ``use_cache`` and ``cache_salt``: what a request gets for the fields that it leaves out. All of
+    these, ``limits`` and ``safety`` may change while it runs: read them when they are needed. ``on_device_error`` is
+    called when the device has failed for good; the process should then end. started: seconds since 1970. draining: it
+    was told to stop, and takes no new work. loading: the model that it waits for before it is ready the first time.
+    working: requests that are being answered, those for work only (POST)."""
 
     models: Models
     defaults: SamplingParams = field(default_factory=SamplingParams)
     use_cache: bool = True
     cache_salt: str = ""
     limits: Limits = field(default_factory=Limits)
+    safety: Safety = field(default_factory=Safety)
     on_device_error: Callable[[DeviceError], None] | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     loading: str | None = None
-    tells_text: bool = True
+    working: int = 0
     metrics: Metrics = field(init=False)
     #: questions about an engine, which wait for its turn, on threads
     questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
@@ -58,6 +60,12 @@ class Server:
         loaded."""
         return self.models.lease(name)
 
+    @property
+    def tells_text(self) -> bool:
+        """Whether /v1/cache may tell what is stored: with keys there may be several people, who do not see each
+        other's words."""
+        return not self.safety.keys
+
     def observe(self, record: Record) -> None:
         """A request is over: one log line, and the counters. On the event loop."""
         registry = self.models.registry
@@ -68,19 +76,6 @@ class Server:
         entry = state.entry
         more = {"state": state.state, "aliases": list(entry.aliases), "adapter": entry.adapter, "pinned": entry.pinned}
         return {"id": entry.name, "object": "model", "created": self.started, "owned_by": "mlxkv", "mlxkv": more}
-
-    # until all routes use ``lease``
-
-    @property
-    def engine(self) -> Engine:
-        return self.models.engines()[0][1]
-
-    @property
-    def model_name(self) -> str:
-        return self.models.registry.entries[0].name
-
-    def serves(self, model: str) -> bool:
-        return model in self.models.registry
 
 
 def server_of(request: Request) -> Server:

@@ -61,12 +61,24 @@ def test_start_answer_stop(tiny_model, home, stop, code):
     assert answer["usage"]["completion_tokens"] == 3  # --max-tokens is the default of requests
     assert "llama" in said and str(home / "cache" / "mlxkv") in said
     assert answer["id"] in said and "secret" not in said and "Traceback" not in said
-    assert ("no key" in said) == (stop == signal.SIGTERM)
+    assert ("NO KEY" in said) == (stop == signal.SIGTERM)
 
 
 def test_a_stream_that_is_running_when_the_server_stops_is_told_so(home):
     model = tiny.make("llama", home / "model", max_position_embeddings=10**6)
-    command = [sys.executable, "-m", "mlxkv.cli", "serve", "--port", "0", "--no-cache", "--model", str(model)]
+    command = [
+        sys.executable,
+        "-m",
+        "mlxkv.cli",
+        "serve",
+        "--port",
+        "0",
+        "--no-cache",
+        "--grace",
+        "0.5",
+        "--model",
+        str(model),
+    ]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = process.stderr.readline()

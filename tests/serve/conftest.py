@@ -16,7 +16,8 @@ import uvicorn
 from openai import OpenAI
 
 from mlxkv.decode.engine import Engine
-from mlxkv.serve import Limits, Server, create_app
+from mlxkv.serve import Limits, Server
+from mlxkv.serve.life import uvicorn_config
 
 MAX_BODY = 200_000
 
@@ -25,6 +26,7 @@ MAX_BODY = 200_000
 class Running:
     engine: Engine
     port: int
+    offered: Server
 
     @property
     def url(self) -> str:
@@ -53,15 +55,15 @@ class Running:
 def running(engine: Engine, **options) -> Iterator[Running]:
     listener = socket.create_server(("127.0.0.1", 0))
     options.setdefault("limits", Limits(max_body=MAX_BODY))
-    app = create_app(Server.around(engine, **options))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+    offered = Server.around(engine, **options)
+    server = uvicorn.Server(uvicorn_config(offered, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Running(engine, listener.getsockname()[1])
+        yield Running(engine, listener.getsockname()[1], offered)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mlxkv.decode.engine import Engine
-from mlxkv.serve.guard import HostGuard
+from mlxkv.serve.safety import Safety, own_names
 from tests.serve.conftest import MAX_BODY, running
 
 USER = {"role": "user", "content": "hi"}
@@ -153,10 +153,7 @@ def test_a_rebound_name_is_refused(http, host):
     "host", ["localhost", "LOCALHOST:1", "127.0.0.1:8642", "[::1]:8642", "192.168.1.7", "mac.local"]
 )
 def test_names_of_this_server(host):
-    async def app(scope, receive, send):
-        pass
-
-    assert HostGuard(app, "mac.local").allows(host)
+    assert Safety(hosts=own_names("mac.local")).knows_host(host)
 
 
 def test_a_closed_engine_tells_the_truth(tiny_model, http):
