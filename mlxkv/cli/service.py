@@ -51,7 +51,7 @@ def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> No
     from ..config import Settings
     from .service_manager import manager
 
-    given, typed = _serve_options(context.args)
+    given, options = _serve_options(context.args)
     settings = Settings.load(given)
     for key in _SECRET:
         if key in given:
@@ -62,7 +62,7 @@ def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> No
     if settings.port == 0:
         raise ConfigError("A service has a port of its own.", "Give one with --port.")
     _check_model(settings)
-    job = _job(typed)
+    job = _job(_typed(given, options))
     keeper = manager()
     if dry_run:
         typer.echo(f"# {keeper.path}")
@@ -142,9 +142,9 @@ def _show(found: Mapping[str, Any]) -> None:
             typer.echo(paint(f"  {line}", "2"), err=True)
 
 
-def _serve_options(args: list[str]) -> tuple[Flags, list[str]]:
-    """What ``mlxkv serve`` makes of ``args``, and its options as they are typed, with every path as it is from here.
-    Raises ConfigError with its own words."""
+def _serve_options(args: list[str]) -> tuple[Flags, list[Any]]:
+    """What ``mlxkv serve`` makes of ``args``, and what it knows about its options. Raises ConfigError with its own
+    words."""
     from . import serve
 
     made = typer.Typer(add_completion=False)
@@ -158,8 +158,13 @@ def _serve_options(args: list[str]) -> tuple[Flags, list[str]]:
             raise
         raise ConfigError(f"{words().rstrip('.')}.", "See mlxkv serve --help.") from None
     given = Flags({key: value for key, value in found.items() if value not in (None, [], ()) and key != "debug"})
+    return given, parser.params
+
+
+def _typed(given: Flags, options: list[Any]) -> list[str]:
+    """Checked options as they are typed, with every path as it is from here."""
     typed: list[str] = []
-    for option in parser.params:
+    for option in options:
         value = given.get(str(option.name))
         name = next((name for name in option.opts if name.startswith("--")), "")
         if value is True:
@@ -169,7 +174,7 @@ def _serve_options(args: list[str]) -> tuple[Flags, list[str]]:
         elif value is not None:
             values = value if isinstance(value, list) else [value]
             typed += [f"{name}={_from_here(str(option.name), str(each))}" for each in values]
-    return given, typed
+    return typed
 
 
 def _from_here(key: str, value: str) -> str:
