@@ -51,13 +51,12 @@ async def create(server: Serving, body: ResponsesRequest, request: Request) -> R
 
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(server: Serving, body: ResponsesRequest, request: Request) -> dict[str, Any]:
-    """How many tokens the same body would be read as."""
+    """How many tokens the same body would be read as, also where the model's context has no room for them."""
     messages, _, _ = _conversation(body, responses_of(request))
     asked = body.to_asked(server, messages)
     async with server.lease(body.model) as engine:
-        made = await asyncio.to_thread(seams.prepared, engine, asked)
-    assert made.prepared is not None
-    return {"object": "response.input_tokens", "input_tokens": made.prepared.prompt_tokens}
+        count = await asyncio.to_thread(seams.counted, engine, asked)
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @router.get("/v1/responses/{response_id}")

@@ -39,6 +39,16 @@ def prepared(engine: Engine, asked: Asked) -> Request:
         raise named(error, asked) from error
 
 
+def counted(engine: Engine, asked: Asked) -> int:
+    """Tokens of the prompt, also where the context has no room for it. Any thread. Raises RequestError."""
+    kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
+    request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
+    try:
+        return engine.prepare(request, fits=False).prompt_tokens
+    except RequestError as error:
+        raise named(error, asked) from error
+
+
 def named(error: RequestError, asked: Asked) -> RequestError:
     """``error``, naming the field as the caller's API does."""
     if error.param is not None and error.param in asked.names:
