@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from openai import BadRequestError, NotFoundError
@@ -143,6 +144,13 @@ def test_a_schema_holds(client):
 USER = {"role": "user", "content": "hi"}
 
 
+def nested(depth):
+    made = {}
+    for _ in range(depth):
+        made = {"a": made}
+    return made
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -196,12 +204,18 @@ USER = {"role": "user", "content": "hi"}
         ({"temperature": 200}, "temperature"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"max_ouput_tokens": 3}, "max_ouput_tokens"),
+        ({"user": "\ud800"}, "user"),
+        ({"metadata": {"a": "\ud800"}}, "metadata.a"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"a": math.nan}}]}, "tools[0].parameters.a"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": nested(600)}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": nested(600)}}}, "text"),
     ],
 )
 def test_refusals_name_their_field(http, change, param):
     body = {"model": "llama", "input": "hi", "max_output_tokens": 1} | change
     body = {name: value for name, value in body.items() if value is not None}
-    answer = http.post("/v1/responses", json=body)
+    content = json.dumps(body)
+    answer = http.post("/v1/responses", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and len(answer.content) < 4096, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and error["message"], answer.text
