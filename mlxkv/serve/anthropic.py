@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,8 +20,6 @@ from .parts import Part
 from .server import Serving
 from .sse import EventStream, event
 
-if TYPE_CHECKING:
-    pass
 
 #: the first version whose form is spoken here; the one before it streamed in another. 2026-10-21 only takes away fields
 #: that this server goes on honouring.
