@@ -83,6 +83,14 @@ class EngineClosed(EngineError):
     code = "engine_closed"
 
 
+class EngineBusy(EngineError):
+    """A turn of the engine takes so long that a question about it was not answered."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "engine_busy"
+
+
 class DeadEnd(EngineError):
     """No token of this model can go on from where the answer is and still keep to the request's grammar."""
 

@@ -185,3 +185,25 @@ def _by_use(stretches: list[Stretch]) -> list[Stretch]:
             used[id(s)] = max([f.used or 0.0 for f in s.found] + [used[id(b)] for b in s.below], default=0.0)
             s.below.sort(key=lambda b: used[id(b)], reverse=True)
     return sorted(stretches, key=lambda s: used[id(s)], reverse=True)
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a cache folder holds: bytes of all its files, the smallest budget of those who have it open, and
+    (model, entries, records, record bytes) of each model."""
+
+    bytes: int = 0
+    budget: int | None = None
+    models: tuple[tuple[str, int, int, int], ...] = ()
+
+
+def account(path: Path) -> Account:
+    """Of the index's own books: no folder is listed. Zeros where there is no index that can be read. Any thread."""
+    with suppress(sqlite3.Error, OSError):
+        index = Index(path, create=False)
+        try:
+            (size,) = index.execute("SELECT coalesce(sum(bytes), 0) FROM ledger").fetchone()
+            return Account(size, index.budget(), tuple(index.totals()))
+        finally:
+            index.close()
+    return Account()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .. import numerics
-from ..errors import DeviceError, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
+from ..errors import DeviceError, EngineBusy, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
 from .options import EngineInfo, Options
 from .preparing import Prepared, Words
 from .request import Request, SamplingParams
@@ -71,8 +71,9 @@ class _Question:
         self._error = error
         self._done.set()
 
-    def answer(self) -> Any:
-        self._done.wait()
+    def answer(self, timeout: float | None) -> Any:
+        if not self._done.wait(timeout):
+            raise EngineBusy(f"The engine has not come to the question within {timeout:g} s.", "Try again later.")
         if self._error is not None:
             raise self._error
         return self._result
@@ -266,16 +267,16 @@ class Engine:
     def _now(self) -> Status:
         return replace(self._status, queued=self._status.queued + len(self._queue))
 
-    def inspect(self, ask: Callable[[Any], T]) -> T:
-        """What ``ask(loop)`` says, asked between two turns on the engine's thread. Raises what it raises, and
-        EngineClosed."""
+    def inspect(self, ask: Callable[[Any], T], timeout: float | None = None) -> T:
+        """What ``ask(loop)`` says, asked between two turns on the engine's thread. Raises what it raises, EngineClosed,
+        and EngineBusy after ``timeout`` seconds."""
         question = _Question(ask)
         with self._wake:
             if self._closing or not self._thread.is_alive():
                 raise EngineClosed("The engine is closed.")
             self._asked.append(question)
             self._wake.notify_all()
-        return question.answer()
+        return question.answer(timeout)
 
     def close(self) -> None:
         """Cancel what runs, refuse what waits, write what is pending, and end the thread. Idempotent."""

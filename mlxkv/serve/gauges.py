@@ -94,4 +94,25 @@ class EngineCollector(Collector):
                 before, after = move.split(" > ")
                 text = "How often the stream that speculates went from one state of the handoff to another."
                 put(counter, "handoffs", text, times, before=before, after=after)
+            if (store := now.store) is not None:
+                for tier, size in store.read_bytes.items():
+                    text = "Bytes of records read for restores and verified, by tier."
+                    put(counter, "prefix_cache_read_bytes", text, size, tier=tier)
+                text = "Bytes of records written: what was new, and what merging the pieces of blocks wrote again."
+                put(counter, "prefix_cache_written_bytes", text, store.written_bytes, what="new")
+                put(counter, "prefix_cache_written_bytes", text, store.merged_bytes, what="merged")
+                put(counter, "prefix_cache_evicted_bytes", "Bytes given up to make room.", store.evicted_bytes)
+                put(counter, "prefix_cache_evicted_records", "Records given up to make room.", store.evicted_records)
+                put(counter, "prefix_cache_refused_bytes", "Bytes that the writer did not take.", store.refused_bytes)
+                put(counter, "prefix_cache_dropped_groups", "Groups that were not stored.", store.dropped_groups)
+                for reason, times in store.faults.items():
+                    put(counter, "prefix_cache_faults", "Damage and failures of the store.", times, reason=reason)
+                put(gauge, "prefix_cache_waiting_bytes", "Bytes that wait to be written.", store.waiting_bytes)
+                put(gauge, "prefix_cache_ram_bytes", "Bytes of records that RAM holds.", store.ram_bytes)
+                put(gauge, "prefix_cache_ram_budget_bytes", "Bytes that it may hold now.", store.ram_budget)
+                if store.budget is not None:
+                    put(gauge, "prefix_cache_budget_bytes", "Bytes that the folder may weigh.", store.budget)
+                writes = float(store.stopped is None)
+                put(gauge, "prefix_cache_writing", "1 while the store writes, 0 where it has stopped.", writes)
+            put(gauge, "memory_limit_bytes", "Bytes that the engine may take.", now.memory_limit)
         yield from made.values()

@@ -149,7 +149,7 @@ def _with_origin(send: Send, origin: str) -> Send:
                 (b"access-control-expose-headers", b"retry-after"),
                 (b"vary", b"origin"),
             ]
-            message = message | {"headers": [*message.get("headers", []), *more]}
+            message = {**message, "headers": [*message.get("headers", []), *more]}
         await send(message)
 
     return told

@@ -40,6 +40,7 @@ def uvicorn_config(server: Server, **more: Any) -> uvicorn.Config:
         "ws": "none",
         "h11_max_incomplete_event_size": MAX_HEAD,
         "log_level": "warning",
+        "log_config": None,  # what it says goes where everything does
         "access_log": False,
         "server_header": False,
         "timeout_graceful_shutdown": LAST_WORDS_S,

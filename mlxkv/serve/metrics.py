@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.exposition import choose_encoder
@@ -128,10 +128,39 @@ class Metrics:
         if o.completion_tokens > 1 and o.tps > 0:
             self._tpot.labels(model).observe(1 / o.tps)
 
+    def totals(self) -> dict[str, Any]:
+        """Since the server was started, of all models: for /v1/status."""
+        return {
+            "requests": _sums(self._requests, "finished_reason"),
+            "prompt_tokens": _sum(self._prompt),
+            "cached_tokens": _sum(self._hits),
+            "generated_tokens": _sum(self._generated),
+            "hit_tokens": _sums(self._hits, "tier"),
+            "lookups": _sums(self._lookups, "tier"),
+            "misses": _sums(self._misses, "reason"),
+            "missed_tokens": _sums(self._missed, "reason"),
+            "drafted": _sum(self._drafted),
+            "accepted": _sum(self._accepted),
+        }
+
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) for a scraper that accepts ``accept``: Prometheus' text or OpenMetrics."""
         encode, kind = choose_encoder(accept)
         return encode(_Plain(self.registry)), kind  # type: ignore[arg-type]
+
+
+def _sums(counter: Counter, label: str) -> dict[str, int]:
+    """What a counter stands at, by one of its labels."""
+    sums: dict[str, int] = {}
+    for metric in counter.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                sums[sample.labels[label]] = sums.get(sample.labels[label], 0) + int(sample.value)
+    return sums
+
+
+def _sum(counter: Counter) -> int:
+    return sum(_sums(counter, "model_name").values())
 
 
 class _Plain:

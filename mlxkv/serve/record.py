@@ -100,7 +100,7 @@ class Record:
     the HTTP status, also where it could only be told as an event of a stream whose headers were out; 499 for a client
     that left. error: the code of the error, if one ended it. seconds: from the request to the last byte. outcomes: the
     choices that got as far as an end, cancelled ones too. gaps: between tokens, one for each choice. queued_s: seconds
-    until the first choice left the queue; None if none did.
+    until the first choice left the queue; None if none did. ended: seconds since 1970.
     """
 
     id: str
@@ -113,6 +113,7 @@ class Record:
     outcomes: tuple[Outcome, ...] = ()
     gaps: tuple[Gaps, ...] = field(default=(), compare=False)
     queued_s: float | None = None
+    ended: float = field(default_factory=time.time, compare=False)
 
     @classmethod
     def of(
@@ -158,6 +159,7 @@ class Record:
         """The object of ``--log-json``; of several choices the sums, and for the rest the first one's."""
         made: dict[str, Any] = {name: getattr(self, name) for name in ("id", "route", "model", "stream", "status")}
         made |= {"finish": self.finish, "error": self.error, "seconds": round(self.seconds, 6)}
+        made["ended"] = round(self.ended, 3)
         if self.queued_s is not None:
             made["queued_s"] = round(self.queued_s, 6)
         if self.outcomes:

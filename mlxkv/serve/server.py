@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
+from anyio import CapacityLimiter
 from fastapi import Depends, Request
 
 from ..decode.request import SamplingParams
@@ -42,6 +43,8 @@ class Server:
     loading: str | None = None
     working: int = 0
     metrics: Metrics = field(init=False)
+    #: questions about an engine, which wait for its turn, on threads
+    questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: dict(self.models.engines()))
@@ -56,6 +59,12 @@ class Server:
         be, which may take minutes (``models.ready`` tells). Raises ModelError: an unknown name, or one that cannot be
         loaded."""
         return self.models.lease(name)
+
+    @property
+    def tells_text(self) -> bool:
+        """Whether /v1/cache may tell what is stored: with keys there may be several people, who do not see each
+        other's words."""
+        return not self.safety.keys
 
     def observe(self, record: Record) -> None:
         """A request is over: one log line, and the counters. On the event loop."""

@@ -12,11 +12,14 @@ from typing import Any
 
 from ...errors import RequestError
 from ..parts import Tools
+from .schemas import nullable, plainly
 
 #: names that OpenAI allows for functions, with the dots of some models' own
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 #: formats whose parsers make a call of any text: only names that were declared count
 _GUESSING = ("glm47",)
+#: formats that write strings, and null, without quotation marks; their parsers take null for a string where one may be
+_UNQUOTED = ("glm47", "longcat")
 #: formats whose parsers take half a call for a whole one: only their end marker says that it is all there
 _LOOSE = ("glm47", "longcat", "minicpm5", "muse_spark")
 
@@ -50,6 +53,7 @@ class CallFormat:
         self._parse = tokenizer.tool_parser
         self._tools = [_plain(function) for function in tools.functions]
         self._names = {tool["function"]["name"] for tool in self._tools}
+        self._nulls = {each["function"]["name"]: _nullable(each["function"]) for each in tools.functions}
 
     @property
     def ends_itself(self) -> bool:
@@ -91,6 +95,9 @@ class CallFormat:
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise Malformed
+        if self.parser in _UNQUOTED:
+            nulls = self._nulls.get(name, ())
+            arguments = {k: None if v == "null" and k in nulls else v for k, v in arguments.items()}
         return Made(given if isinstance(given, str) and given else self._id(), name, _json(arguments))
 
     def _id(self) -> str:
@@ -117,10 +124,18 @@ def _plain(function: Mapping[str, Any]) -> dict[str, Any]:
     schema = inner.get("parameters")
     schema = schema if isinstance(schema, Mapping) else {}
     found = schema.get("properties")
-    properties = found.items() if isinstance(found, Mapping) else ()
-    plain = {name: value if isinstance(value, Mapping) else {} for name, value in properties}
-    parameters = {**schema, "type": "object", "properties": plain}
+    plain = {name: plainly(value, schema) for name, value in found.items()} if isinstance(found, Mapping) else {}
+    properties = {name: value if isinstance(value, Mapping) else {} for name, value in plain.items()}
+    parameters = {**schema, "type": "object", "properties": properties}
     return {"type": "function", "function": {"name": inner["name"], "parameters": parameters}}
+
+
+def _nullable(function: Mapping[str, Any]) -> set[str]:
+    """The parameters that may be null."""
+    schema = function.get("parameters")
+    schema = schema if isinstance(schema, Mapping) else {}
+    found = schema.get("properties")
+    return {name for name, each in found.items() if nullable(each, schema)} if isinstance(found, Mapping) else set()
 
 
 def _json(arguments: dict[str, Any]) -> str:
