@@ -348,6 +348,16 @@ def config_file(environ: Mapping[str, str] = os.environ) -> Path:
     return _home("XDG_CONFIG_HOME", ".config", None, environ) / "config.toml"
 
 
+def log_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Logs of a service: ``~/Library/Logs/mlxkv`` on macOS, else ``$XDG_STATE_HOME/mlxkv`` (``~/.local/state``)."""
+    return _home("XDG_STATE_HOME", ".local/state", "Library/Logs", environ)
+
+
+def config_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """``$XDG_CONFIG_HOME``, else ``~/.config``."""
+    return _home("XDG_CONFIG_HOME", ".config", None, environ).parent
+
+
 def _dashes(key: str) -> str:
     return key.replace("_", "-")
 
