@@ -300,6 +300,12 @@ SERVED = _group(
             "The server's key. Others can see arguments: better in MLXKV_API_KEY.",
             {"metavar": "KEY"},
         ),
+        "api_key_file": (
+            str | None,
+            ("--api-key-file",),
+            "A file with the key.",
+            {"metavar": "FILE"},
+        ),
     },
 )
 DEBUG = _group("Output", {"debug": (bool, ("--debug",), "Show the traceback of an unexpected error.")})

@@ -28,8 +28,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done
 _PLACES = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "HF_HOME", "HF_HUB_CACHE")
 #: variables that are about the command line, not the server
 _NOT_ITS = ("MLXKV_URL", "MLXKV_PYTHON", "MLXKV_VENV")
-#: settings that no argument of a process and no screen should show
-_SECRET = ("api_key", "cache_salt")
 #: lines of a log that ``status`` shows of a service that does not run
 TAIL = 5
 
@@ -48,12 +46,12 @@ def _group() -> None:
 @command()
 def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> None:
     """Start mlxkv serve now, at each login, and again when it fails. Installing again changes its options."""
-    from ..config import Settings
+    from ..config import SECRET, Settings
     from .service_manager import manager
 
     given, options = _serve_options(context.args)
     settings = Settings.load(given)
-    for key in _SECRET:
+    for key in SECRET:
         if key in given:
             raise ConfigError(
                 f"--{key.replace('_', '-')} would be seen by everybody who lists processes.",
@@ -273,8 +271,9 @@ def _ask(settings: Settings) -> tuple[bool, str | None]:
     """Whether the server is ready, and if it is not, why."""
     from .remote import Remote
 
+    keys = settings.api_keys()
     try:
-        Remote(_url(settings), settings.api_key).get("/ready")
+        Remote(_url(settings), keys[0] if keys else None).get("/ready")
     except MlxkvError as error:
         return False, error.message
     return True, None
@@ -282,11 +281,11 @@ def _ask(settings: Settings) -> tuple[bool, str | None]:
 
 def _without_secrets(job: Job) -> Job:
     """For people to see."""
-    from ..config import ALIASES
+    from ..config import ALIASES, SECRET
 
     def shown(name: str, value: str) -> str:
         key = name.removeprefix("MLXKV_").lower()
-        return "…" if ALIASES.get(key, key) in _SECRET else value
+        return "…" if ALIASES.get(key, key) in SECRET else value
 
     return replace(job, environment={name: shown(name, value) for name, value in job.environment.items()})
 
