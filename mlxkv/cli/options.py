@@ -285,6 +285,16 @@ LIMITS = _group(
         ),
     },
 )
+LIFE = _group(
+    "Process",
+    {
+        "keep_awake": (
+            bool | None,
+            ("--keep-awake/--let-sleep",),
+            "Keep a Mac from falling asleep by itself while it serves (default).",
+        ),
+    },
+)
 SERVED = _group(
     "Server",
     {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -60,7 +61,7 @@ def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> No
     if settings.port == 0:
         raise ConfigError("A service has a port of its own.", "Give one with --port.")
     _check_model(settings)
-    job = _job(_typed(given, options))
+    job = _job(_typed(given, options), settings)
     keeper = manager()
     if dry_run:
         typer.echo(f"# {keeper.path}")
@@ -191,10 +192,10 @@ def _from_here(key: str, value: str) -> str:
     return value
 
 
-def _job(typed: list[str]) -> Job:
+def _job(typed: list[str], settings: Settings) -> Job:
     """What the service runs, and its environment."""
     from ..config import OTHER_VARIABLES, log_dir
-    from .service_job import Job
+    from .service_job import WRITING, Job
 
     environment = {name: os.environ[name] for name in _PLACES if os.environ.get(name)}
     for name, value in sorted(os.environ.items()):
@@ -205,7 +206,7 @@ def _job(typed: list[str]) -> Job:
             if not key.startswith("test_"):
                 environment[name] = _from_here(key, value)
     log = log_dir() / "serve.log"
-    job = Job((*_executable(), "serve", *typed), log, environment)
+    job = Job((*_executable(), "serve", *typed), log, environment, math.ceil(settings.grace) + WRITING)
     for text in (*job.command, *environment.values(), str(log)):
         if not text.isprintable():
             raise ConfigError(f"{text!r} has a character that a service's file cannot hold.", "Leave it out.")
