@@ -134,6 +134,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ping": (_ping, "comment, chunk or off"),
     "ping_interval": (some_seconds, "a time such as 10s"),
     "grace": (seconds, "a time such as 10s"),
+    "log_json": (a_switch, "true or false"),
     "async_kv_limit": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "memory_limit": (parse_size, "a size such as 16GB or 12GiB"),
     "wired": (parse_size, "a size such as 512MB or 2GiB"),
@@ -218,6 +219,7 @@ class Settings:
     ping_interval: float = 10.0
     grace: float = 10.0
     keep_awake: bool = True
+    log_json: bool = False
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 
     @classmethod

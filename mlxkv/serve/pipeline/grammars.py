@@ -6,13 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ...decode.grammar import matches
 from ...decode.request import Grammar
 from ...decode.text import plain
 from ...errors import RequestError
 from ..parts import Tools
-from .forms import Form, Unwritten, form
+from .forms import Form, Unwritten, form, parameters
 from .lark import Lark, joined
 from .tools import parser_name
+
+#: formats in which all arguments are one JSON object, so that their schemas are compiled with the grammar
+_JSON = ("json_tools", "mistral", "kimi_k2", "kimi_k3")
 
 
 def grammar_for(tools: Tools | None, response: Grammar | None, tokenizer: Any) -> Grammar | None:
@@ -41,9 +45,12 @@ def grammar_for(tools: Tools | None, response: Grammar | None, tokenizer: Any) -
     lark = Lark(tokenizer)
     try:
         calls = _calls(lark, found, tokenizer, functions, tools.parallel)
-    except Unwritten as e:
+        for function in functions if parser not in _JSON else ():
+            _readable(function, param)
+    except (Unwritten, RecursionError) as e:
+        reason = e if isinstance(e, Unwritten) else "parameters are nested too deeply"
         raise RequestError(
-            f"{param} cannot be kept to: in this model's format of calls ({parser}), {e}.",
+            f"{param} cannot be kept to: in this model's format of calls ({parser}), {reason}.",
             "Use plain types for the function's parameters, or tool_choice auto without strict functions.",
             param=param,
         ) from e
@@ -55,6 +62,14 @@ def grammar_for(tools: Tools | None, response: Grammar | None, tokenizer: Any) -
     return Grammar(
         "lark", lark.text(f"TEXT | {begins} {_calls(lark, found, tokenizer, functions, tools.parallel, True)}")
     )
+
+
+def _readable(function: Mapping[str, Any], param: str) -> None:
+    """Raises RequestError for parameters that the last look at a call could not read (check.py)."""
+    try:
+        matches(Grammar.of({"json_schema": dict(parameters(function))}), "")
+    except RequestError as e:
+        raise RequestError(f"{function['name']}: {e.message}", e.cure, param=param) from e
 
 
 def _calls(

@@ -219,6 +219,8 @@ def test_a_tool_set_of_an_agent_fits() -> None:
         ("qwen3_coder", Tools((function("f", a={"enum": ["<b>"]}),), "required"), None, "tool_choice"),
         ("glm47", Tools((function("f", a={"type": ["integer", "boolean"]}),), "required"), None, "tool_choice"),
         ("function_gemma", Tools((function("f", a={"type": "array"}),), "required"), None, "tool_choice"),
+        ("qwen3_coder", Tools((function("f", a={"$ref": "http://a.example/b"}),), "required"), None, "tool_choice"),
+        ("gemma4", Tools((function("f", a={"$ref": "#"}),), "required"), None, "tool_choice"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused(
