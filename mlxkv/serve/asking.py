@@ -24,9 +24,9 @@ def prepared(engine: Engine, asked: Asked) -> Request:
         return asked.request
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
-    grammar = asked.request.grammar
+    tools, response = asked.tools, asked.request.grammar
     try:
-        grammar = grammar_for(asked.tools, grammar, engine.tokenizer)
+        grammar = grammar_for(tools, response, engine.tokenizer)
         request = replace(
             asked.request,
             template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
@@ -34,13 +34,16 @@ def prepared(engine: Engine, asked: Asked) -> Request:
             grammar=grammar,
             share=asked.n > 1,
         )
-        return replace(request, prepared=engine.prepare(request))
+        try:
+            return replace(request, prepared=engine.prepare(request))
+        except RequestError as error:
+            if error.param == "grammar" and tools is not None and grammar is not response:
+                raise at_fault(tools, response, error) from error
+            raise
     except RequestError as error:
-        if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
-            error = at_fault(asked.tools, asked.request.grammar, error)
         if error.param is not None and error.param in asked.names:
             error.param = asked.names[error.param]
-        raise error
+        raise
 
 
 def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:
