@@ -252,7 +252,8 @@ def test_all_of_it_by_keyboard(page):
     page.driver.execute_script("document.querySelector('.skip').focus()")
     look = (
         "const at = document.activeElement, style = getComputedStyle(at);"
-        "return [at.id || at.className || at.localName, style.outlineStyle !== 'none' || at === document.body || at.className === 'skip']"
+        "const name = at.id || at.className || at.localName;"
+        "return [name, style.outlineStyle !== 'none' || at === document.body || at.className === 'skip']"
     )
     seen = []
     while "recent" not in seen:
