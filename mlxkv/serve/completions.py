@@ -108,7 +108,9 @@ class Printer:
     def whole(self) -> dict[str, Any]:
         """The object of an answer that has ended."""
         made = self._head() | {"choices": [self._object(i) for i in range(len(self._choices))]}
-        return made | {"usage": usage_object(self._tokens()), "mlxkv": extension(self._end(0).completion)}
+        reports = [extension(self._end(i).completion) for i in range(len(self._choices))]
+        made["mlxkv"] = reports[0] | ({"choices": reports} if len(reports) > 1 else {})
+        return made | {"usage": usage_object(self._tokens())}
 
     # as the printer of a stream
 
