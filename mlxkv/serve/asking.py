@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..decode.engine import Engine
 
 
-def prepared(engine: Engine, asked: Asked) -> Request:
+def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
     """The request for ``engine``, rendered, tokenised and its grammar compiled. Any thread; may take a while. Raises
     RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the engine cannot answer."""
     if asked.request.prepared is not None:
@@ -33,6 +33,7 @@ def prepared(engine: Engine, asked: Asked) -> Request:
             reasoning_budget=asked.reasoning.budget,
             grammar=grammar,
             share=asked.n > 1,
+            name=name,
         )
         return replace(request, prepared=engine.prepare(request))
     except RequestError as error:
