@@ -3,6 +3,8 @@ that need the model but not its turn."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ def prepared(engine: Engine, asked: Asked) -> Request:
         return asked.request
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
-    try:
+    with _named(asked):
         request = replace(
             asked.request,
             template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
@@ -33,6 +35,22 @@ def prepared(engine: Engine, asked: Asked) -> Request:
             share=asked.n > 1,
         )
         return replace(request, prepared=engine.prepare(request))
+
+
+def counted(engine: Engine, asked: Asked) -> int:
+    """Tokens of the prompt, also where the context has no room for it. Any thread. Raises RequestError as ``prepared``
+    does."""
+    kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
+    request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
+    with _named(asked):
+        return engine.prepare(request, fits=False).prompt_tokens
+
+
+@contextmanager
+def _named(asked: Asked) -> Iterator[None]:
+    """Errors name the field as the caller's API does."""
+    try:
+        yield
     except RequestError as error:
         if error.param is not None and error.param in asked.names:
             error.param = asked.names[error.param]
