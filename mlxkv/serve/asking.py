@@ -10,7 +10,7 @@ from ..decode.request import Request
 from ..errors import EngineClosed, RequestError
 from .parts import Asked
 from .pipeline import Pipeline
-from .pipeline.grammars import grammar_for
+from .pipeline.grammars import at_fault, grammar_for
 from .pipeline.reasoning import template_kwargs
 
 if TYPE_CHECKING:
@@ -24,15 +24,22 @@ def prepared(engine: Engine, asked: Asked) -> Request:
         return asked.request
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
+    tools, response = asked.tools, asked.request.grammar
     try:
+        grammar = grammar_for(tools, response, engine.tokenizer)
         request = replace(
             asked.request,
             template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
             reasoning_budget=asked.reasoning.budget,
-            grammar=grammar_for(asked.tools, asked.request.grammar, engine.tokenizer),
+            grammar=grammar,
             share=asked.n > 1,
         )
-        return replace(request, prepared=engine.prepare(request))
+        try:
+            return replace(request, prepared=engine.prepare(request))
+        except RequestError as error:
+            if error.param == "grammar" and tools is not None and grammar is not response:
+                raise at_fault(tools, response, error) from error
+            raise
     except RequestError as error:
         if error.param is not None and error.param in asked.names:
             error.param = asked.names[error.param]
@@ -45,7 +52,6 @@ def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pip
     assert made is not None
     return Pipeline(
         engine.tokenizer,
-        made.text,
         asked.tools,
         asked.reasoning,
         choice=choice,
