@@ -25,9 +25,9 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
         return asked.request
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
-    tools, response = asked.tools, asked.request.grammar
+    grammar = asked.request.grammar
     try:
-        grammar = grammar_for(tools, response, engine.tokenizer)
+        grammar = grammar_for(asked.tools, grammar, engine.tokenizer)
         request = replace(
             asked.request,
             template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
@@ -36,16 +36,29 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
             share=asked.n > 1,
             name=name,
         )
-        try:
-            return replace(request, prepared=engine.prepare(request))
-        except RequestError as error:
-            if error.param == "grammar" and tools is not None and grammar is not response:
-                raise at_fault(tools, response, error) from error
-            raise
+        return replace(request, prepared=engine.prepare(request))
     except RequestError as error:
-        if error.param is not None and error.param in asked.names:
-            error.param = asked.names[error.param]
-        raise
+        if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
+            error = at_fault(asked.tools, asked.request.grammar, error)
+        raise _named(error, asked) from None
+
+
+def counted(engine: Engine, asked: Asked) -> int:
+    """Tokens of the prompt, also where the context has no room for it. Any thread. Raises RequestError as ``prepared``
+    does."""
+    kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
+    request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
+    try:
+        return engine.prepare(request, fits=False).prompt_tokens
+    except RequestError as error:
+        raise _named(error, asked) from None
+
+
+def _named(error: RequestError, asked: Asked) -> RequestError:
+    """``error``, naming the field as the caller's API does."""
+    if error.param is not None and error.param in asked.names:
+        error.param = asked.names[error.param]
+    return error
 
 
 def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:

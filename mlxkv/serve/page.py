@@ -36,7 +36,7 @@ HEADERS = {
 def files() -> dict[str, tuple[bytes, str, str]]:
     """name -> (content, content type, entity tag). What is asked for is looked up here, never opened."""
     found = {}
-    for file in resources.files(__package__).joinpath("web").iterdir():
+    for file in resources.files("mlxkv.serve").joinpath("web").iterdir():
         kind = KINDS.get("." + file.name.rpartition(".")[2])
         if kind is not None:
             content = file.read_bytes()

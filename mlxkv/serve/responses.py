@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from ..decode.spelling import Spelling
 from ..errors import RequestError
 from . import responses_input
 from .answer import Answer
+from .asking import counted
 from .chat import extension, logprobs_object
 from .errors import error_of
 from .parts import Asked, Part
@@ -37,14 +39,7 @@ class ResponseNotFound(RequestError):
 async def create(server: Serving, body: ResponsesRequest, request: Request) -> Response:
     """A response, whole or as a stream of events."""
     kept = responses_of(request)
-    before = None
-    if body.previous_response_id is not None:
-        before = _found(kept, body.previous_response_id, "previous_response_id")
-    if body.input is None and before is None:
-        raise RequestError("input is missing.", "Give a text or a list of items.", param="input")
-    items = [] if body.input is None else responses_input.checked(body.input, kept.item)
-    earlier = [] if before is None else before.items()
-    messages = responses_input.messages(earlier, items, body.instructions)
+    messages, items, before = _conversation(body, kept)
     answer = await Answer.begin(server, body.to_asked(server, messages), request)
     running = Running(answer, body, kept, items, before)
     if body.stream:
@@ -53,6 +48,16 @@ async def create(server: Serving, body: ResponsesRequest, request: Request) -> R
         async for part in answer:
             running.feed(part)
     return JSONResponse(running.output.response, headers={"x-request-id": answer.id})
+
+
+@router.post("/v1/responses/input_tokens")
+async def input_tokens(server: Serving, body: ResponsesRequest, request: Request) -> dict[str, Any]:
+    """How many tokens the same body would be read as, also where the model's context has no room for them."""
+    messages, _, _ = _conversation(body, responses_of(request))
+    asked = body.to_asked(server, messages)
+    async with server.lease(body.model) as engine:
+        count = await asyncio.to_thread(counted, engine, asked)
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @router.get("/v1/responses/{response_id}")
@@ -71,6 +76,21 @@ async def delete(response_id: str, request: Request) -> dict[str, Any]:
     _found(kept, response_id, "response_id")
     kept.remove(response_id)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+
+def _conversation(
+    body: ResponsesRequest, kept: Responses
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Kept | None]:
+    """The messages of a conversation with this request's input at their end, that input's items, and the response that
+    they follow. Raises RequestError."""
+    before = None
+    if body.previous_response_id is not None:
+        before = _found(kept, body.previous_response_id, "previous_response_id")
+    if body.input is None and before is None:
+        raise RequestError("input is missing.", "Give a text or a list of items.", param="input")
+    items = [] if body.input is None else responses_input.checked(body.input, kept.item)
+    earlier = [] if before is None else before.items()
+    return responses_input.messages(earlier, items, body.instructions), items, before
 
 
 def responses_of(request: Request) -> Responses:

@@ -85,7 +85,7 @@ async def tokenize(server: Serving, body: TokenizeRequest) -> dict[str, Any]:
             if request is None:
                 ids = engine.tokenize(text, body.add_special_tokens is not False)
             else:
-                ids = list(engine.prepare(request).token_ids)
+                ids = list(engine.prepare(request, fits=False).token_ids)
             made: dict[str, Any] = {"count": len(ids), "max_model_len": engine.info.context_length, "tokens": ids}
             if body.return_token_strs:
                 spelling = Spelling(engine.tokenizer)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 
+import httpx
 import pytest
 from openai import BadRequestError
 
@@ -168,3 +171,30 @@ def test_a_refused_stream_has_a_status(client):
     with pytest.raises(BadRequestError) as caught:
         ask(client, ["fine", "word " * 5000], stream=True)
     assert caught.value.code == "context_length_exceeded" and "4096" in caught.value.message
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_the_engine_of_all_its_prompts(server, http, stream):
+    body = {"model": "llama", "prompt": [f"story {i}" for i in range(20)], "max_tokens": 3000, "stream": stream}
+    with (
+        contextlib.suppress(httpx.TimeoutException),
+        http.stream("POST", "/v1/completions", json=body, timeout=httpx.Timeout(0.5, connect=5)) as answer,
+    ):
+        next(answer.iter_raw())
+    assert server.idle(3)
+    time.sleep(0.3)  # those that had not begun do not begin now
+    assert server.idle(0.1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_time_out_ends_all_prompts(server, http, stream):
+    body = {"model": "llama", "prompt": [f"story {i}" for i in range(20)], "max_tokens": 3000, "timeout": 0.4}
+    answer = http.post("/v1/completions", json=body | {"stream": stream})
+    if stream:
+        *_, error, done = [block.removeprefix("data: ") for block in answer.text.split("\n\n") if block]
+        assert done == "[DONE]"
+    else:
+        assert 400 <= answer.status_code < 600
+        error = answer.text
+    assert json.loads(error)["error"]["code"] == "request_timeout"
+    assert server.idle(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from openai import BadRequestError, NotFoundError
@@ -124,6 +125,14 @@ def test_calls_and_what_they_gave(client):
     assert found.output_text == chat(client, messages)
 
 
+def test_input_tokens_are_those_that_are_read(client):
+    first = ask(client, "one", instructions="Be brief.")
+    counted = client.responses.input_tokens.count(model="llama", input="one", instructions="Be brief.")
+    assert counted.input_tokens == first.usage.input_tokens
+    more = {"model": "llama", "input": "two", "previous_response_id": first.id}
+    assert client.responses.input_tokens.count(**more).input_tokens == ask(client, **more).usage.input_tokens
+
+
 def test_a_schema_holds(client):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
@@ -133,6 +142,13 @@ def test_a_schema_holds(client):
 
 
 USER = {"role": "user", "content": "hi"}
+
+
+def nested(depth):
+    made = {}
+    for _ in range(depth):
+        made = {"a": made}
+    return made
 
 
 @pytest.mark.parametrize(
@@ -188,12 +204,18 @@ USER = {"role": "user", "content": "hi"}
         ({"temperature": 200}, "temperature"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"max_ouput_tokens": 3}, "max_ouput_tokens"),
+        ({"user": "\ud800"}, "user"),
+        ({"metadata": {"a": "\ud800"}}, "metadata.a"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"a": math.nan}}]}, "tools[0].parameters.a"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": nested(600)}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": nested(600)}}}, "text"),
     ],
 )
 def test_refusals_name_their_field(http, change, param):
     body = {"model": "llama", "input": "hi", "max_output_tokens": 1} | change
     body = {name: value for name, value in body.items() if value is not None}
-    answer = http.post("/v1/responses", json=body)
+    content = json.dumps(body)
+    answer = http.post("/v1/responses", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and len(answer.content) < 4096, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and error["message"], answer.text

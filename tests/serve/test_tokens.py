@@ -25,6 +25,8 @@ def test_a_conversation_is_what_the_chat_api_reads(http, client):
     assert found["count"] == usage.prompt_tokens
     text = http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    long = http.post("/tokenize", json={"messages": [{"role": "user", "content": "word " * 5000}]}).json()
+    assert long["count"] > long["max_model_len"]
     messages.append({"role": "assistant", "content": "So"})
     for more in ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}):
         found = http.post("/tokenize", json={"messages": messages} | more).json()
