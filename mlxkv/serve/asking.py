@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..decode.preparing import Prepared
 from ..decode.request import Request
+from ..decode.thinking import stand
 from ..errors import EngineClosed, RequestError
 from .parts import Asked
 from .pipeline import Pipeline
@@ -36,7 +38,10 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
             share=asked.n > 1,
             name=name,
         )
-        return replace(request, prepared=engine.prepare(request))
+        made = engine.prepare(request)
+        if _ignored(asked, made):
+            request = replace(request, reasoning_budget=0)
+        return replace(request, prepared=made)
     except RequestError as error:
         if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
             error = at_fault(asked.tools, asked.request.grammar, error)
@@ -59,6 +64,12 @@ def _named(error: RequestError, asked: Asked) -> RequestError:
     if error.param is not None and error.param in asked.names:
         error.param = asked.names[error.param]
     return error
+
+
+def _ignored(asked: Asked, made: Prepared) -> bool:
+    """Whether thinking was switched off and the template did not write that into the prompt."""
+    reasoning = asked.reasoning
+    return reasoning.enabled is False and reasoning.budget is None and stand(made.rendered) != "closed"
 
 
 def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:
