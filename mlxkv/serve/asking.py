@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
-    """The request for ``engine``, rendered, tokenised and its grammar compiled. Any thread; may take a while. Raises
-    RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the engine cannot answer."""
+    """The request for ``engine``, rendered, tokenised and its grammar compiled. name: what status calls it. Any thread;
+    may take a while. Raises RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the
+    engine cannot answer."""
     if asked.request.prepared is not None:
         return asked.request
     if (reason := engine.health().reason) is not None:
