@@ -283,6 +283,17 @@ LIMITS = _group(
             "How long running answers may go on once the server was told to stop (default 10s).",
             {"metavar": "TIME"},
         ),
+        "log_json": (bool | None, ("--log-json/--no-log-json",), "Write the log as one JSON object a line."),
+    },
+)
+LIFE = _group(
+    "Process",
+    {
+        "keep_awake": (
+            bool | None,
+            ("--keep-awake/--let-sleep",),
+            "Keep a Mac from falling asleep by itself while it serves (default).",
+        ),
     },
 )
 SERVED = _group(
@@ -299,6 +310,12 @@ SERVED = _group(
             ("--api-key",),
             "The server's key. Others can see arguments: better in MLXKV_API_KEY.",
             {"metavar": "KEY"},
+        ),
+        "api_key_file": (
+            str | None,
+            ("--api-key-file",),
+            "A file with the key.",
+            {"metavar": "FILE"},
         ),
     },
 )

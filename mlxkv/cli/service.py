@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -28,8 +29,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done
 _PLACES = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "HF_HOME", "HF_HUB_CACHE")
 #: variables that are about the command line, not the server
 _NOT_ITS = ("MLXKV_URL", "MLXKV_PYTHON", "MLXKV_VENV")
-#: settings that no argument of a process and no screen should show
-_SECRET = ("api_key", "cache_salt")
 #: lines of a log that ``status`` shows of a service that does not run
 TAIL = 5
 
@@ -48,12 +47,12 @@ def _group() -> None:
 @command()
 def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> None:
     """Start mlxkv serve now, at each login, and again when it fails. Installing again changes its options."""
-    from ..config import Settings
+    from ..config import SECRET, Settings
     from .service_manager import manager
 
     given, options = _serve_options(context.args)
     settings = Settings.load(given)
-    for key in _SECRET:
+    for key in SECRET:
         if key in given:
             raise ConfigError(
                 f"--{key.replace('_', '-')} would be seen by everybody who lists processes.",
@@ -62,7 +61,7 @@ def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> No
     if settings.port == 0:
         raise ConfigError("A service has a port of its own.", "Give one with --port.")
     _check_model(settings)
-    job = _job(_typed(given, options))
+    job = _job(_typed(given, options), settings)
     keeper = manager()
     if dry_run:
         typer.echo(f"# {keeper.path}")
@@ -193,10 +192,10 @@ def _from_here(key: str, value: str) -> str:
     return value
 
 
-def _job(typed: list[str]) -> Job:
+def _job(typed: list[str], settings: Settings) -> Job:
     """What the service runs, and its environment."""
     from ..config import OTHER_VARIABLES, log_dir
-    from .service_job import Job
+    from .service_job import WRITING, Job
 
     environment = {name: os.environ[name] for name in _PLACES if os.environ.get(name)}
     for name, value in sorted(os.environ.items()):
@@ -207,7 +206,7 @@ def _job(typed: list[str]) -> Job:
             if not key.startswith("test_"):
                 environment[name] = _from_here(key, value)
     log = log_dir() / "serve.log"
-    job = Job((*_executable(), "serve", *typed), log, environment)
+    job = Job((*_executable(), "serve", *typed), log, environment, math.ceil(settings.grace) + WRITING)
     for text in (*job.command, *environment.values(), str(log)):
         if not text.isprintable():
             raise ConfigError(f"{text!r} has a character that a service's file cannot hold.", "Leave it out.")
@@ -273,8 +272,9 @@ def _ask(settings: Settings) -> tuple[bool, str | None]:
     """Whether the server is ready, and if it is not, why."""
     from .remote import Remote
 
+    keys = settings.api_keys()
     try:
-        Remote(_url(settings), settings.api_key).get("/ready")
+        Remote(_url(settings), keys[0] if keys else None).get("/ready")
     except MlxkvError as error:
         return False, error.message
     return True, None
@@ -282,11 +282,11 @@ def _ask(settings: Settings) -> tuple[bool, str | None]:
 
 def _without_secrets(job: Job) -> Job:
     """For people to see."""
-    from ..config import ALIASES
+    from ..config import ALIASES, SECRET
 
     def shown(name: str, value: str) -> str:
         key = name.removeprefix("MLXKV_").lower()
-        return "…" if ALIASES.get(key, key) in _SECRET else value
+        return "…" if ALIASES.get(key, key) in SECRET else value
 
     return replace(job, environment={name: shown(name, value) for name, value in job.environment.items()})
 

@@ -3,8 +3,6 @@ that need the model but not its turn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +10,7 @@ from ..decode.request import Request
 from ..errors import EngineClosed, RequestError
 from .parts import Asked
 from .pipeline import Pipeline
-from .pipeline.grammars import grammar_for
+from .pipeline.grammars import at_fault, grammar_for
 from .pipeline.reasoning import template_kwargs
 
 if TYPE_CHECKING:
@@ -26,15 +24,21 @@ def prepared(engine: Engine, asked: Asked) -> Request:
         return asked.request
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
-    with _named(asked):
+    grammar = asked.request.grammar
+    try:
+        grammar = grammar_for(asked.tools, grammar, engine.tokenizer)
         request = replace(
             asked.request,
             template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
             reasoning_budget=asked.reasoning.budget,
-            grammar=grammar_for(asked.tools, asked.request.grammar, engine.tokenizer),
+            grammar=grammar,
             share=asked.n > 1,
         )
         return replace(request, prepared=engine.prepare(request))
+    except RequestError as error:
+        if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
+            error = at_fault(asked.tools, asked.request.grammar, error)
+        raise _named(error, asked) from None
 
 
 def counted(engine: Engine, asked: Asked) -> int:
@@ -42,19 +46,17 @@ def counted(engine: Engine, asked: Asked) -> int:
     does."""
     kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
     request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
-    with _named(asked):
-        return engine.prepare(request, fits=False).prompt_tokens
-
-
-@contextmanager
-def _named(asked: Asked) -> Iterator[None]:
-    """Errors name the field as the caller's API does."""
     try:
-        yield
+        return engine.prepare(request, fits=False).prompt_tokens
     except RequestError as error:
-        if error.param is not None and error.param in asked.names:
-            error.param = asked.names[error.param]
-        raise
+        raise _named(error, asked) from None
+
+
+def _named(error: RequestError, asked: Asked) -> RequestError:
+    """``error``, naming the field as the caller's API does."""
+    if error.param is not None and error.param in asked.names:
+        error.param = asked.names[error.param]
+    return error
 
 
 def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:
@@ -63,7 +65,6 @@ def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pip
     assert made is not None
     return Pipeline(
         engine.tokenizer,
-        made.text,
         asked.tools,
         asked.reasoning,
         choice=choice,

@@ -92,7 +92,7 @@ def _named(settings: Settings) -> Entry:
 
 
 def _table(settings: Settings, name: str, table: ModelTable) -> Entry:
-    options = _plain_options(settings) | table.options
+    options = {**_plain_options(settings), **table.options}
     if options.get("draft_model"):
         options["draft_model"] = os.path.expanduser(options["draft_model"])
     elif options["draft"] == "model":

@@ -17,6 +17,7 @@ from . import responses_input
 from .answer import Answer
 from .asking import counted
 from .chat import extension, logprobs_object
+from .counting import counted
 from .errors import error_of
 from .parts import Asked, Part
 from .responses_output import Event, Output
