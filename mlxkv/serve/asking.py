@@ -55,9 +55,10 @@ def counted(engine: Engine, asked: Asked) -> int:
 
 
 def _named(error: RequestError, asked: Asked) -> RequestError:
-    """``error``, naming the field as the caller's API does."""
-    if error.param is not None and error.param in asked.names:
-        error.param = asked.names[error.param]
+    """``error``, naming the field as the caller's API does; of a place in a list that the caller's is not, the field."""
+    if error.param is not None:
+        field = error.param.partition("[")[0]
+        error.param = asked.names.get(error.param) or asked.names.get(field) or error.param
     return error
 
 
