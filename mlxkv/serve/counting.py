@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
+from .asking import named
 from .parts import Asked
 from .pipeline.reasoning import template_kwargs
 
@@ -21,5 +22,4 @@ def counted(engine: Engine, asked: Asked) -> int:
     try:
         return engine.prepare(request, fits=False).prompt_tokens
     except RequestError as error:
-        error.param = asked.names.get(error.param or "", error.param)
-        raise
+        raise named(error, asked) from None

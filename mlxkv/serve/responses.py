@@ -15,7 +15,6 @@ from ..decode.spelling import Spelling
 from ..errors import RequestError
 from . import responses_input
 from .answer import Answer
-from .asking import counted
 from .chat import extension, logprobs_object
 from .counting import counted
 from .errors import error_of
