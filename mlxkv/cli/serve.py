@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..serve.registry import Entry
 
 #: settings that a running process cannot take over
-FIXED = ("host", "port", "numerics", "blas", "wired", "log_json")
+FIXED = ("host", "port", "numerics", "blas", "wired", "log_json", "log_file")
 
 
 @command(MODEL, MODELS, ADDRESS, ACCESS, LIMITS, LIFE, SAMPLING, ENGINE, MANY, DRAFTS, SALT)
@@ -68,7 +68,7 @@ class _Process:
         from ..serve.offer import limits_of, raise_open_files, registry_of, safety_of
         from .start import quiet_libraries
 
-        log.configure(settings.log_json)
+        log.configure(settings.log_json, file=settings.log_file)
         quiet_libraries()
         self.flags, self.settings, self.listener = flags, settings, listener
         self._limits_of, self._registry_of, self._safety_of = limits_of, registry_of, safety_of

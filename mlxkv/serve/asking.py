@@ -40,10 +40,21 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
     except RequestError as error:
         if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
             error = at_fault(asked.tools, asked.request.grammar, error)
-        raise named(error, asked) from None
+        raise _named(error, asked) from None
 
 
-def named(error: RequestError, asked: Asked) -> RequestError:
+def counted(engine: Engine, asked: Asked) -> int:
+    """Tokens of the prompt, also where the context has no room for it. Any thread. Raises RequestError as ``prepared``
+    does."""
+    kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
+    request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
+    try:
+        return engine.prepare(request, fits=False).prompt_tokens
+    except RequestError as error:
+        raise _named(error, asked) from None
+
+
+def _named(error: RequestError, asked: Asked) -> RequestError:
     """``error``, naming the field as the caller's API does. Of a place in a list that is not the caller's own, the
     field."""
     if error.param is not None:
