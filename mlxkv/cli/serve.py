@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..serve.registry import Entry
 
 #: settings that a running process cannot take over
-FIXED = ("host", "port", "numerics", "blas", "wired")
+FIXED = ("host", "port", "numerics", "blas", "wired", "log_json")
 
 
 @command(MODEL, MODELS, ADDRESS, ACCESS, LIMITS, SAMPLING, ENGINE, MANY, DRAFTS, SALT)
@@ -60,16 +60,13 @@ class _Process:
     Raises what ended it; typer.Exit after Ctrl-C."""
 
     def __init__(self, flags: Flags, settings: Settings, listener: socket.socket) -> None:
-        import logging
-
-        from ..serve import Server
+        from ..serve import Server, log
         from ..serve.life import Life
         from ..serve.models import Models
         from ..serve.offer import limits_of, raise_open_files, registry_of, safety_of
         from .start import quiet_libraries
 
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-        logging.getLogger("mlxkv").setLevel(logging.INFO)
+        log.configure(settings.log_json)
         quiet_libraries()
         self.flags, self.settings, self.listener = flags, settings, listener
         self._limits_of, self._registry_of, self._safety_of = limits_of, registry_of, safety_of

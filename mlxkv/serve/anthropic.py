@@ -24,8 +24,8 @@ from .sse import EventStream, event
 if TYPE_CHECKING:
     from ..decode.engine import Engine
 
-#: the first version whose form is spoken here; the one before it streamed in another. 2026-10-21 only takes fields
-#: away, which this server goes on honouring.
+#: the first version whose form is spoken here; the one before it streamed in another. 2026-10-21 only takes away fields
+#: that this server goes on honouring.
 OLDEST = "2023-06-01"
 
 

@@ -38,6 +38,7 @@ def uvicorn_config(server: Server, **more: Any) -> uvicorn.Config:
         "http": protocol_of(server),
         "ws": "none",
         "log_level": "warning",
+        "log_config": None,  # what it says goes where everything does
         "access_log": False,
         "server_header": False,
         "timeout_graceful_shutdown": LAST_WORDS_S,

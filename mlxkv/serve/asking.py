@@ -1,0 +1,58 @@
+"""From what was asked to what an engine is asked: template arguments, the grammar of calls and formats, and all checks
+that need the model but not its turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..decode.request import Request
+from ..errors import EngineClosed, RequestError
+from .parts import Asked
+from .pipeline import Pipeline
+from .pipeline.grammars import at_fault, grammar_for
+from .pipeline.reasoning import template_kwargs
+
+if TYPE_CHECKING:
+    from ..decode.engine import Engine
+
+
+def prepared(engine: Engine, asked: Asked) -> Request:
+    """The request for ``engine``, rendered, tokenised and its grammar compiled. Any thread; may take a while. Raises
+    RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the engine cannot answer."""
+    if asked.request.prepared is not None:
+        return asked.request
+    if (reason := engine.health().reason) is not None:
+        raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
+    try:
+        request = replace(
+            asked.request,
+            template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
+            reasoning_budget=asked.reasoning.budget,
+            grammar=grammar_for(asked.tools, asked.request.grammar, engine.tokenizer),
+            share=asked.n > 1,
+        )
+        try:
+            return replace(request, prepared=engine.prepare(request))
+        except RequestError as error:
+            if error.param != "grammar" or asked.tools is None or request.grammar is asked.request.grammar:
+                raise
+            raise at_fault(asked.tools, asked.request.grammar, error) from None
+    except RequestError as error:
+        if error.param is not None and error.param in asked.names:
+            error.param = asked.names[error.param]
+        raise
+
+
+def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:
+    """The text pipeline of one choice of a prepared request. Raises RequestError for tools that this model has not."""
+    made = request.prepared
+    assert made is not None
+    return Pipeline(
+        engine.tokenizer,
+        asked.tools,
+        asked.reasoning,
+        choice=choice,
+        thinking=made.thinking,
+        response=asked.request.grammar,
+    )
