@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
-from . import anthropic, chat, completions, errors, health, listing, page, responses, status, tokens
+from . import anthropic, chat, completions, errors, health, listing, openapi, page, responses, status, tokens
 from .guard import Guard
 from .metrics import CountHttp
 from .server import Server
@@ -35,4 +35,5 @@ def create_app(server: Server) -> FastAPI:
     errors.install(app, server.on_device_error)
     for router in routers():
         app.include_router(router)
+    openapi.install(app)
     return app

@@ -24,12 +24,14 @@ def prepared(engine: Engine, asked: Asked) -> Request:
         return asked.request
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
+    grammar = asked.request.grammar
     try:
+        grammar = grammar_for(asked.tools, grammar, engine.tokenizer)
         request = replace(
             asked.request,
             template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
             reasoning_budget=asked.reasoning.budget,
-            grammar=grammar_for(asked.tools, asked.request.grammar, engine.tokenizer),
+            grammar=grammar,
             share=asked.n > 1,
         )
         try:
@@ -39,9 +41,27 @@ def prepared(engine: Engine, asked: Asked) -> Request:
                 raise
             raise at_fault(asked.tools, asked.request.grammar, error) from None
     except RequestError as error:
-        if error.param is not None and error.param in asked.names:
-            error.param = asked.names[error.param]
-        raise
+        if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
+            error = at_fault(asked.tools, asked.request.grammar, error)
+        raise _named(error, asked) from None
+
+
+def counted(engine: Engine, asked: Asked) -> int:
+    """Tokens of the prompt, also where the context has no room for it. Any thread. Raises RequestError as ``prepared``
+    does."""
+    kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
+    request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
+    try:
+        return engine.prepare(request, fits=False).prompt_tokens
+    except RequestError as error:
+        raise _named(error, asked) from None
+
+
+def _named(error: RequestError, asked: Asked) -> RequestError:
+    """``error``, naming the field as the caller's API does."""
+    if error.param is not None and error.param in asked.names:
+        error.param = asked.names[error.param]
+    return error
 
 
 def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:

@@ -24,6 +24,8 @@ PUBLIC = ("/", "/favicon.ico", "/health", "/ready")
 PUBLIC_FOLDER = "/web/"
 #: seconds after which a client may ask again
 RETRY_AFTER = "5"
+#: bytes of a request's target and headers
+MAX_HEAD = 64 * 2**10
 
 
 class Guard:
@@ -63,6 +65,10 @@ class Guard:
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> Response | None:
         safety, path, method = self.server.safety, scope["path"], scope["method"]
         host, origin = headers.get("host", ""), headers.get("origin")
+        size = len(path) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > MAX_HEAD:
+            text = f"The path and the headers are larger than {MAX_HEAD:,} bytes."
+            return _refused("", 431, text, "invalid_request_error", "headers_too_large")
         if not safety.knows_host(host):
             text = f"The Host header {host[:100]!r} names another server. Allow it with --allow-host."
             return _refused(path, 403, text, "permission_error", "host_not_allowed")

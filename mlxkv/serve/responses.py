@@ -13,8 +13,9 @@ from fastapi.responses import JSONResponse, Response
 from ..decode.request import TokenLogprob
 from ..decode.spelling import Spelling
 from ..errors import RequestError
-from . import responses_input, seams
+from . import responses_input
 from .answer import Answer
+from .asking import counted
 from .chat import extension, logprobs_object
 from .errors import error_of
 from .parts import Asked, Part
@@ -55,7 +56,7 @@ async def input_tokens(server: Serving, body: ResponsesRequest, request: Request
     messages, _, _ = _conversation(body, responses_of(request))
     asked = body.to_asked(server, messages)
     async with server.lease(body.model) as engine:
-        count = await asyncio.to_thread(seams.counted, engine, asked)
+        count = await asyncio.to_thread(counted, engine, asked)
     return {"object": "response.input_tokens", "input_tokens": count}
 
 
