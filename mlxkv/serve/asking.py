@@ -36,7 +36,12 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
             share=asked.n > 1,
             name=name,
         )
-        return replace(request, prepared=engine.prepare(request))
+        try:
+            return replace(request, prepared=engine.prepare(request))
+        except RequestError as error:
+            if error.param != "grammar" or asked.tools is None or request.grammar is asked.request.grammar:
+                raise
+            raise at_fault(asked.tools, asked.request.grammar, error) from None
     except RequestError as error:
         if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
             error = at_fault(asked.tools, asked.request.grammar, error)
