@@ -115,6 +115,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dtype": (choice(_DTYPES), "auto, bf16, fp16 or fp32"),
     "host": (a_text, "a host name or address"),
     "port": (whole(0, 65535), "a port from 0 (any free one) to 65535"),
+    "url": (plain, "a server's URL, such as http://127.0.0.1:8642"),
     "api_key": (api_keys, "one or more keys of visible ASCII characters, with commas between them"),
     "api_key_file": (a_path, "a file with one key a line"),
     "allow_hosts": (words, "host names: a list, or a text with commas between them"),
@@ -133,10 +134,12 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ping": (_ping, "comment, chunk or off"),
     "ping_interval": (some_seconds, "a time such as 10s"),
     "grace": (seconds, "a time such as 10s"),
-    "url": (plain, "a server's URL, such as http://127.0.0.1:8642"),
+    "log_json": (a_switch, "true or false"),
     "async_kv_limit": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "memory_limit": (parse_size, "a size such as 16GB or 12GiB"),
     "wired": (parse_size, "a size such as 512MB or 2GiB"),
+    "log_file": (a_path, "a file"),
+    "keep_awake": (a_switch, "true or false"),
     "allow_unprotected": (a_switch, "true or false"),
     "numerics": (choice({"fast": "fast", "exact": "exact"}), "fast or exact"),
     "blas": (a_text, "auto, none or the path of a BLAS library"),
@@ -216,6 +219,9 @@ class Settings:
     ping: str = "comment"
     ping_interval: float = 10.0
     grace: float = 10.0
+    keep_awake: bool = True
+    log_json: bool = False
+    log_file: Path | None = None
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -344,6 +350,16 @@ def config_file(environ: Mapping[str, str] = os.environ) -> Path:
     if environ.get("MLXKV_CONFIG"):
         return Path(os.path.expanduser(environ["MLXKV_CONFIG"]))
     return _home("XDG_CONFIG_HOME", ".config", None, environ) / "config.toml"
+
+
+def log_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Logs of a service: ``~/Library/Logs/mlxkv`` on macOS, else ``$XDG_STATE_HOME/mlxkv`` (``~/.local/state``)."""
+    return _home("XDG_STATE_HOME", ".local/state", "Library/Logs", environ)
+
+
+def config_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """``$XDG_CONFIG_HOME``, else ``~/.config``."""
+    return _home("XDG_CONFIG_HOME", ".config", None, environ).parent
 
 
 def _dashes(key: str) -> str:

@@ -187,11 +187,11 @@ class Recorder:
             self._entry(position, state, digest, role)
 
     @_fault_is_a_miss
-    def commit(self, *, everything: bool = False) -> None:
-        """A barrier has confirmed all that was captured so far; hand over full groups, or ``everything`` at the end of
-        the request."""
+    def commit(self, *, everything: bool = False, now: bool = False) -> None:
+        """A barrier has confirmed all that was captured so far; hand over full groups, ``now`` what there is, or
+        ``everything`` at the end of the request."""
         size = sum(d.nbytes for d in self._provisional)
-        if size < GROUP_BYTES and not everything:
+        if size < GROUP_BYTES and not everything and not (now and size):
             return
         if self._provisional:
             self.barrier()

@@ -1,4 +1,4 @@
-"""The command line: ``mlxkv run | chat | serve | doctor | convert | cache``.
+"""The command line: ``mlxkv run | chat | serve | service | doctor | convert | cache``.
 
 Nothing heavy is imported here or at the top of any module of this folder: ``mlxkv --help`` must come at once. Exit
 codes: 0 done, 1 unexpected (or a failed check of ``doctor``), 2 usage or configuration, 3 model cannot be loaded,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from . import cache, chat, convert, doctor, run, serve
+from . import cache, chat, convert, doctor, run, serve, service
 
 app = typer.Typer(
     name="mlxkv",
@@ -25,6 +25,7 @@ app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(doctor.doctor)
 app.command()(convert.convert)
+app.add_typer(service.app, name="service")
 app.add_typer(cache.app, name="cache")
 
 

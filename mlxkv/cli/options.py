@@ -194,23 +194,6 @@ ADDRESS = _group(
         "port": (int | None, ("--port",), "Port to listen on (default 8642); 0 takes any free one."),
     },
 )
-SERVED = _group(
-    "Server",
-    {
-        "url": (
-            str | None,
-            ("--url",),
-            "Have a running server answer, http://127.0.0.1:8642 for one; --model is then a name of its.",
-            {"metavar": "URL"},
-        ),
-        "api_key": (
-            str | None,
-            ("--api-key",),
-            "The server's key. Others can see arguments: better in MLXKV_API_KEY.",
-            {"metavar": "KEY"},
-        ),
-    },
-)
 MODELS = _group(
     "Models",
     {
@@ -299,6 +282,46 @@ LIMITS = _group(
             ("--grace",),
             "How long running answers may go on once the server was told to stop (default 10s).",
             {"metavar": "TIME"},
+        ),
+        "log_json": (bool | None, ("--log-json/--no-log-json",), "Write the log as one JSON object a line."),
+    },
+)
+LIFE = _group(
+    "Process",
+    {
+        "log_file": (
+            str | None,
+            ("--log-file",),
+            "Write the log to this file, at most 10 MB and as much of what was before, instead of stderr.",
+            {"metavar": "FILE"},
+        ),
+        "keep_awake": (
+            bool | None,
+            ("--keep-awake/--let-sleep",),
+            "Keep a Mac from falling asleep by itself while it serves (default).",
+        ),
+    },
+)
+SERVED = _group(
+    "Server",
+    {
+        "url": (
+            str | None,
+            ("--url",),
+            "Have a running server answer, http://127.0.0.1:8642 for one; --model is then a name of its.",
+            {"metavar": "URL"},
+        ),
+        "api_key": (
+            str | None,
+            ("--api-key",),
+            "The server's key. Others can see arguments: better in MLXKV_API_KEY.",
+            {"metavar": "KEY"},
+        ),
+        "api_key_file": (
+            str | None,
+            ("--api-key-file",),
+            "A file with the key.",
+            {"metavar": "FILE"},
         ),
     },
 )

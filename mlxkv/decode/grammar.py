@@ -92,15 +92,26 @@ class Vocabulary:
 
 
 def _compile(grammar: Grammar, vocabulary: Vocabulary) -> GrammarConstraint:
+    started = time.monotonic()
+    start = GrammarConstraint(_matcher(grammar, vocabulary.tokenizer), vocabulary)
+    try:
+        start.mask()
+    except DeadEnd as e:
+        raise RequestError(f"grammar ({grammar.kind}) matches nothing: {e.message}", param="grammar") from e
+    log.debug("compiled a grammar in %.3f s", time.monotonic() - started)
+    return start
+
+
+def _matcher(grammar: Grammar, tokenizer: Any) -> Any:
+    """llguidance's matcher at the start of ``grammar``. Raises RequestError, EngineError."""
     from llguidance import LLMatcher, LLParserLimits
 
-    started = time.monotonic()
     text = written(grammar)
     limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
     made: list[Any] = []
 
     def work() -> None:
-        made.append(LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits))
+        made.append(LLMatcher(tokenizer, text, log_level=0, limits=limits))
 
     thread = threading.Thread(target=work, name="mlxkv-grammar", daemon=True)
     with _one_at_a_time:
@@ -117,13 +128,17 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> GrammarConstraint:
     matcher = made[0]
     if matcher.is_error():
         raise RequestError(f"grammar ({grammar.kind}) does not compile: {_brief(matcher)}", param="grammar")
-    start = GrammarConstraint(matcher, vocabulary)
-    try:
-        start.mask()
-    except DeadEnd as e:
-        raise RequestError(f"grammar ({grammar.kind}) matches nothing: {e.message}", param="grammar") from e
-    log.debug("compiled a grammar in %.3f s", time.monotonic() - started)
-    return start
+    return matcher
+
+
+def matches(grammar: Grammar, text: str) -> bool:
+    """Whether ``text`` is, from its first character to its last, what ``grammar`` asks for, whatever tokens it is made
+    of. A grammar that names special tokens matches no text. Raises RequestError for one that does not compile."""
+    from llguidance import LLTokenizer
+
+    matcher = _matcher(grammar, LLTokenizer("byte"))
+    data = list(text.encode("utf-8", "surrogatepass"))
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
 def _brief(matcher: Any) -> str:

@@ -49,7 +49,7 @@ class Prefill:
         if state.position in self._roles:
             self._boundary(self._roles[state.position])
         if seq.recorder is not None:
-            seq.recorder.commit()
+            seq.recorder.commit(now=seq.request.share and not self.remaining)
         mx.clear_cache()
         self.chunks += 1
         seq.prefill_s += time.monotonic() - started

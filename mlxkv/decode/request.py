@@ -161,7 +161,8 @@ class Request:
     place (0 to 20); the prompt is then computed from its start, and the prefix store has no part in it. deadline: when
     the request fails with RequestTimeout, wherever it is, ``time.monotonic()``. name: what its caller calls it, in
     status and logs. prepared: what ``Engine.prepare`` made of this request, which is then not done again; it is of no
-    use for another.
+    use for another. share: the store gets the prompt as soon as it is read, for requests that come while this one is
+    answered; otherwise at the end, in one group with the answer.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -179,6 +180,7 @@ class Request:
     deadline: float | None = None
     name: str = ""
     prepared: Prepared | None = field(default=None, repr=False, compare=False)
+    share: bool = False
 
     def __post_init__(self) -> None:
         given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]

@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from starlette.requests import Request as Http
 
 from ..decode.request import Completion, Delta, Event, Finished, Progress, Request, Started, TokenLogprob
 from ..errors import ClientGone, DeviceError, EngineClosed, MlxkvError, QueueFull, RequestTimeout
-from . import seams
+from .asking import pipeline, prepared
 from .bridge import Inbox, hang_up
 from .parts import Arguments, Asked, Begun, Call, Ended, Part, Ping, Reading, Text, Thought
 from .pipeline import Pipeline
@@ -78,13 +78,14 @@ class Answer:
         self._stack = AsyncExitStack()
         self._tickets: dict[int, Ticket] = {}
         self._pipelines: dict[int, Pipeline] = {}
-        self._ended: dict[int, Ended] = {}
+        self._ended: set[int] = set()
         self._outcomes: dict[int, Outcome] = {}  # of choices that ended, those that were cancelled too
         self._gaps: dict[int, Gaps] = {}
         self._running: set[int] = set()  # choices whose tickets have not come to their end
         self._request: Request | None = None
         self._opening: asyncio.Task[None] | None = None
-        self._adding: asyncio.Task[None] | None = None
+        self._adding = False  # the other choices are being queued
+        self._tasks: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._shown = self._began  # when something came that a client sees
 
@@ -159,10 +160,10 @@ class Answer:
             ticket.cancel()  # does nothing to one that is done
         for timer in self._timers:
             timer.cancel()
-        for task in (self._opening, self._adding):
-            if task is not None and not task.done():
+        if running := {task for task in (self._opening, *self._tasks) if task is not None and not task.done()}:
+            for task in running:
                 task.cancel()
-                await asyncio.wait({task})
+            await asyncio.wait(running)
         if isinstance(error, DeviceError) and self.server.on_device_error is not None:
             self.server.on_device_error(error)
         await self._stack.aclose()
@@ -202,25 +203,21 @@ class Answer:
         """Get the engine, check the request, queue its first choice."""
         engine = await self._stack.enter_async_context(self.server.lease(self.asked.model))
         self.engine = engine
-        self._request = await asyncio.to_thread(seams.prepared, engine, self.asked, self.id)
+        self._request = await asyncio.to_thread(prepared, engine, self.asked, self.id)
         for choice in range(self.asked.n):
-            self._pipelines[choice] = seams.pipeline(engine, self._request, self.asked, choice)
+            self._pipelines[choice] = pipeline(engine, self._request, self.asked, choice)
         self._submit(0)
 
     async def _opened(self, patience: float | None) -> None:
         assert self._opening is not None
-        self._opening.add_done_callback(self._opening_done)
+        self._opening.add_done_callback(self._work_done)
         woken = asyncio.ensure_future(self._arrived.wait())
         await asyncio.wait({self._opening, woken}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         woken.cancel()
         if self._opening.done():
             self._opening.result()  # raises what refuses the request
-        if self._error is not None:
+        if self._error is not None and not self._parts:  # else it comes behind them
             raise self._error
-
-    def _opening_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
 
     def _submit(self, choice: int) -> None:
         assert self.engine is not None and self._request is not None
@@ -245,9 +242,9 @@ class Answer:
                     await asyncio.sleep(AGAIN)
 
     def _start_others(self) -> None:
-        if self.asked.n > 1 and self._adding is None:
-            self._adding = asyncio.create_task(self._add_others())
-            self._adding.add_done_callback(self._opening_done)
+        if self.asked.n > 1 and not self._adding:
+            self._adding = True
+            self._work(self._add_others())
 
     # the engine's end
 
@@ -279,27 +276,50 @@ class Answer:
         elif isinstance(event, Delta):
             self._start_others()
             self._gaps.setdefault(choice, Gaps()).tick()
-            pipeline = self._pipelines[choice]
-            for part in pipeline.feed(event):
+            made = self._pipelines[choice]
+            for part in made.feed(event):
                 self._put(part)
-            if pipeline.over:
+            if made.over:
                 self._tickets[choice].cancel()
         elif isinstance(event, Finished):
             self._start_others()
             self._finish(choice, event.completion)
 
     def _finish(self, choice: int, completion: Completion) -> None:
-        pipeline, reason = self._pipelines[choice], completion.finish_reason
-        if reason == "cancelled" and not pipeline.over:
+        made, reason = self._pipelines[choice], completion.finish_reason
+        if reason == "cancelled" and not made.over:
             self._outcomes[choice] = Outcome.of(completion)
             raise EngineClosed("The request was cancelled.", "Try again.")
-        for part in pipeline.finish(reason, completion.stop):
+        for part in made.finish(reason, completion.stop):
             self._put(part)
-        ended = Ended(choice, pipeline.finished(reason), completion, completion.stop)
+        ended = Ended(choice, made.finished(reason), completion, completion.stop)
         self._outcomes[choice] = Outcome.of(completion, ended.finish)
-        self._ended[choice] = ended
+        if made.bound:
+            self._work(self._verified(made, ended))
+        else:
+            self._close_choice(ended)
+
+    async def _verified(self, made: Pipeline, ended: Ended) -> None:
+        """The end of a choice that is held to a grammar comes once its text was looked at again."""
+        await asyncio.to_thread(made.verify)
+        self._close_choice(ended)
+
+    def _close_choice(self, ended: Ended) -> None:
+        self._ended.add(ended.choice)
         self._put(ended)
         self._over = len(self._ended) == self.asked.n
+        self._arrived.set()
+
+    def _work(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do ``work`` beside everything else; its failure is the answer's."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._work_done)
+
+    def _work_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     def _put(self, part: Part) -> None:
         self._parts.append(part)
@@ -326,9 +346,9 @@ class Answer:
     # silence
 
     def _watch_silence(self) -> None:
-        interval = seams.ping_interval(self.server)
-        if interval:
-            self._next_look(interval)
+        limits = self.server.limits
+        if limits.ping != "off" and limits.ping_s:
+            self._next_look(limits.ping_s)
 
     def _next_look(self, interval: float) -> None:
         due = max(0.0, self._shown + interval - time.monotonic())

@@ -23,9 +23,12 @@ def speaks_anthropic(path: str) -> bool:
 
 
 def anthropic_error(error: dict[str, Any], status: int, request_id: str | None = None) -> dict[str, Any]:
-    """OpenAI's ``error`` (message, type, param, code) in Anthropic's form. Its type follows the status; ``param`` and
-    ``code`` stay, as this server's own."""
+    """OpenAI's ``error`` (message, type, param, code) in Anthropic's form: the type follows the status, the code stands
+    in the details. ``param`` stays, as this server's own."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    made = {"type": kind, "message": error["message"]}
-    made |= {key: error[key] for key in ("param", "code") if error.get(key) is not None}
+    made: dict[str, Any] = {"type": kind, "message": error["message"]}
+    if error.get("code") is not None:
+        made["details"] = {"error_code": error["code"]}
+    if error.get("param") is not None:
+        made["param"] = error["param"]
     return {"type": "error", "error": made, "request_id": request_id}

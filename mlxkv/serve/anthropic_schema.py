@@ -77,6 +77,12 @@ class Diagnostics(Strict):
     previous_message_id: str | None = None
 
 
+class NoThreads(RequestError):
+    """No conversation is held for a client here. Its libraries know the code, and then send all of it each time."""
+
+    code = "thread_unsupported_request"
+
+
 class CountRequest(Body):
     """``POST /v1/messages/count_tokens``: everything that makes a prompt."""
 
@@ -87,7 +93,6 @@ class CountRequest(Body):
         "mcp_servers": ([],),
         "service_tier": ("auto", "standard_only"),
         "speed": ("standard",),
-        "thread": (),
     }
 
     model: str
@@ -209,11 +214,14 @@ class MessagesRequest(CountRequest):
     metadata: Metadata | None = None
     user_profile_id: str | None = None
     diagnostics: Diagnostics | None = None
+    thread: dict[str, Any] | None = None
     cache_salt: str | None = None
     timeout: float | None = None
 
     def to_asked(self, server: Server) -> Asked:
         """Everything that is asked for. Raises RequestError naming the field at fault."""
+        if self.thread is not None:
+            raise NoThreads("thread is not supported.", "Send the whole conversation.", param="thread")
         limit(self.max_tokens, "max_tokens")
         if self.timeout is not None and not 0 < self.timeout < 1e7:
             raise RequestError(f"timeout is {self.timeout}.", "It is a number of seconds above 0.", param="timeout")

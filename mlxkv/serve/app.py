@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
-from . import anthropic, chat, completions, errors, health, listing, responses, status, tokens
+from . import anthropic, chat, completions, errors, health, listing, openapi, page, responses, status, tokens
 from .guard import Guard
+from .metrics import CountHttp
 from .server import Server
 
 
@@ -20,6 +21,7 @@ def routers() -> list[APIRouter]:
         listing,
         health,
         status,
+        page,
     ]
     return [module.router for module in modules]
 
@@ -29,7 +31,9 @@ def create_app(server: Server) -> FastAPI:
     app = FastAPI(title="mlxkv", docs_url=None, redoc_url=None)
     app.state.server = server
     app.add_middleware(Guard, server=server)
+    app.add_middleware(CountHttp, metrics=server.metrics)  # the last one added sees every request first
     errors.install(app, server.on_device_error)
     for router in routers():
         app.include_router(router)
+    openapi.install(app)
     return app

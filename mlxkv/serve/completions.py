@@ -16,7 +16,6 @@ from .chat import extension, usage_object
 from .completions_logprobs import Lists, joined, nothing, of_prompt
 from .completions_schema import CompletionRequest
 from .errors import error_of
-from .fields import renamed
 from .parts import Begun, Ended, Part, Text
 from .server import Server, Serving
 from .several import Several
@@ -28,19 +27,18 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(server: Serving, body: CompletionRequest, request: Request) -> Response:
     """What goes on from each prompt, whole or as a stream of server-sent events."""
-    with renamed({"tokens": "prompt", "salt": "cache_salt"}):
-        prompts = await _scorable(server, body)
-        asked = body.to_asked(server, prompts)
-        if len(asked) > 1:
-            answer = await Several.begin(server, asked, request)
-        else:
-            answer = await Answer.begin(server, asked[0], request)
-        printer = Printer(answer, body, prompts)
-        if body.stream:
-            return EventStream(answer, printer)
-        async with answer:
-            async for part in answer:
-                printer.pieces(part)
+    prompts = await _scorable(server, body)
+    asked = body.to_asked(server, prompts)
+    if len(asked) > 1:
+        answer = await Several.begin(server, asked, request)
+    else:
+        answer = await Answer.begin(server, asked[0], request)
+    printer = Printer(answer, body, prompts)
+    if body.stream:
+        return EventStream(answer, printer)
+    async with answer:
+        async for part in answer:
+            printer.pieces(part)
     return JSONResponse(printer.whole(), headers={"x-request-id": answer.id})
 
 
@@ -94,8 +92,8 @@ class Printer:
                 choice.text += part.text
                 if self.body.logprobs is not None and part.logprobs:
                     tokens = [(told.id, told) for told in part.logprobs]
-                    choice.lists = choice.lists or Lists(self._spell)
-                    logprobs = choice.lists.add(tokens, before, len(choice.text))
+                    choice.lists = choice.lists or Lists(self._spell, before)
+                    logprobs = choice.lists.add(tokens, part.text, len(choice.text))
                     choice.logprobs = joined([choice.logprobs, logprobs])
         else:
             choice.ended = part
@@ -110,7 +108,9 @@ class Printer:
     def whole(self) -> dict[str, Any]:
         """The object of an answer that has ended."""
         made = self._head() | {"choices": [self._object(i) for i in range(len(self._choices))]}
-        return made | {"usage": usage_object(self._tokens()), "mlxkv": extension(self._end(0).completion)}
+        reports = [extension(self._end(i).completion) for i in range(len(self._choices))]
+        made["mlxkv"] = reports[0] | ({"choices": reports} if len(reports) > 1 else {})
+        return made | {"usage": usage_object(self._tokens())}
 
     # as the printer of a stream
 

@@ -38,7 +38,7 @@ def of_prompt(ids: Sequence[int], told: Sequence[TokenLogprob | None], spell: Sp
     """The lists of a prompt of ``length`` characters; nothing comes before its first token, which has no numbers."""
     # what the tokenizer put before the text (a start token) is no part of it
     before = len(b"".join(map(spell, ids)).decode("utf-8", "replace")) - length
-    return Lists(spell, -max(0, before)).add(list(zip(ids, told, strict=True)), length)
+    return Lists(spell, -max(0, before)).add(list(zip(ids, told, strict=True)), "", length)
 
 
 class Lists:
@@ -48,20 +48,17 @@ class Lists:
     def __init__(self, spell: Spell, at: int = 0) -> None:
         self._spell = spell
         self._at = at
-        self._first: bytes | None = None
+        self._begun = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def shown(self, text: str) -> None:
-        """The first text of a choice: some tokenizers leave out the space before it."""
-        if self._first is not None and self._first.startswith(b" ") and not text.startswith(" "):
-            self._at -= 1
-
-    def add(self, tokens: Sequence[tuple[int, TokenLogprob | None]], end: int) -> dict[str, Any]:
-        """The lists of the next tokens of a text that is ``end`` characters long with them."""
+    def add(self, tokens: Sequence[tuple[int, TokenLogprob | None]], text: str, end: int) -> dict[str, Any]:
+        """The lists of the next tokens. ``text`` came with them, and then the whole is ``end`` characters long."""
         made = nothing()
+        if not self._begun and text and tokens:  # some tokenizers leave out the space before a text
+            self._begun = True
+            self._at -= self._spell(tokens[0][0]).startswith(b" ") and not text.startswith(" ")
         for id, told in tokens:
             raw = self._spell(id)
-            self._first = raw if self._first is None else self._first
             begun = bool(self._decoder.getstate()[0]) and bool(raw) and raw[0] & 0xC0 != 0x80
             made["text_offset"].append(max(0, min(self._at + begun, end)))  # begun: a character that never ends
             made["tokens"].append(spelled(raw))

@@ -11,6 +11,7 @@ from ..messages import check_text
 from .fields import SamplingFields, limit
 from .parts import Asked, Reasoning
 from .server import Server
+from .structured import asked_grammar
 
 #: tokens of an answer whose length was left open, as OpenAI's API has it: a base model does not end by itself
 DEFAULT_TOKENS = 16
@@ -33,6 +34,12 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def scored(self) -> bool:
@@ -58,11 +65,14 @@ class CompletionRequest(SamplingFields):
             logprobs=self.logprobs is not None,
             top_logprobs=self.logprobs or 0,
         )
+        guided = {name: getattr(self, name) for name in type(self).model_fields if name.startswith("guided_")}
+        grammar, grammar_field = asked_grammar(self.response_format, self.structured_outputs, guided)
         request = Request(
             tokens=[0],
             sampling=sampling,
             salt=self.salt(server.cache_salt),
             use_cache=server.use_cache,
+            grammar=grammar,
             prompt_logprobs=self.logprobs if self.scored else None,
         )
         asked = Asked(
@@ -75,15 +85,29 @@ class CompletionRequest(SamplingFields):
             timeout=self.checked_timeout(),
             labels=self.labels(),
         )
-        given = ({"prompt": p, "tokens": None} if isinstance(p, str) else {"tokens": p} for p in prompts)
-        return [replace(asked, request=replace(request, **one)) for one in given]
+        made = []
+        for i, prompt in enumerate(prompts):
+            where = self.where(i)
+            given: dict[str, Any] = (
+                {"prompt": prompt, "tokens": None} if isinstance(prompt, str) else {"tokens": prompt}
+            )
+            names = {"grammar": grammar_field, "tokens": where, "prompt": where}
+            made.append(replace(asked, request=replace(request, **given), names=names))
+        return made
+
+    def where(self, i: int) -> str:
+        """What the i-th prompt is called in errors."""
+        several = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
+        return f"prompt[{i}]" if several else "prompt"
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one. Raises RequestError for one that is empty."""
         given = self.prompt
-        prompts: list[Any] = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        prompts: list[Any] = given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
+        if not prompts:
+            raise RequestError("prompt is empty.", "A completion needs at least one token.", param="prompt")
         for i, prompt in enumerate(prompts):
-            where = "prompt" if prompt is given else f"prompt[{i}]"
+            where = self.where(i)
             if not prompt:
                 raise RequestError(f"{where} is empty.", "A completion needs at least one token.", param=where)
             if isinstance(prompt, str):

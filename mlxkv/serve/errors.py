@@ -12,11 +12,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from ..errors import DeviceError, MlxkvError
+from ..errors import DeadEnd, DeviceError, MlxkvError, RequestTimeout
 from .anthropic_errors import anthropic_error, speaks_anthropic
 
 log = logging.getLogger("mlxkv.serve")
 
+#: seconds after which a refused client may try again
+RETRY_S = 5
 _LONGEST = 1000  # characters of a message; what a client sent is not sent back whole
 
 
@@ -43,6 +45,14 @@ def refusal(path: str, body: dict[str, Any], status: int, headers: Mapping[str, 
     return JSONResponse(body, status, headers=headers)
 
 
+def headers_of(error: MlxkvError) -> dict[str, str]:
+    """When to try again, or that there is no use in it: OpenAI's and Anthropic's client libraries repeat what failed
+    with such a status, unless they are told not to."""
+    if error.status in (429, 503):
+        return {"Retry-After": str(RETRY_S)}
+    return {"x-should-retry": "false"} if isinstance(error, (RequestTimeout, DeadEnd)) else {}
+
+
 def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None) -> None:
     """Answer every error of ``app`` this way."""
 
@@ -50,8 +60,7 @@ def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None)
         assert isinstance(error, MlxkvError)
         if isinstance(error, DeviceError) and on_device_error is not None:
             on_device_error(error)
-        headers = {"Retry-After": "5"} if error.status in (429, 503) else None
-        return refusal(request.url.path, error_of(error), error.status, headers)
+        return refusal(request.url.path, error_of(error), error.status, headers_of(error))
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

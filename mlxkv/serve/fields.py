@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import math
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +17,10 @@ from ..messages import check_text
 _TEMPLATE_OWN = ("messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template")
 #: stop strings of one request
 MAX_STOPS = 16
+#: objects and lists in one another
+MAX_DEPTH = 100
+#: fields that may be very long, and are checked one by one where they are read
+_FLAT = ("prompt", "tokens")
 
 
 class Strict(BaseModel):
@@ -56,6 +59,7 @@ class Body(Strict):
                 hint = f"Did you mean {near[0]}?" if near else "Leave it out."
                 shown = name.encode("utf-8", "replace").decode()[:80]
                 raise RequestError(f"There is no field {shown!r}.", hint, param=shown)
+        check_json({name: value for name, value in body.items() if name not in _FLAT})
         return {name: value for name, value in body.items() if name not in cls.UNSUPPORTED}
 
 
@@ -120,20 +124,44 @@ class SamplingFields(Body):
             )
 
 
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of the engine's fields name the body's: ``names`` has the latter by the former."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param is not None:
-            error.param = names.get(error.param, error.param)
-        raise
+def check_json(value: dict[str, Any]) -> None:
+    """Raises RequestError for what Python's reader lets through and others do not: numbers that are none, half of a
+    surrogate pair, and what is nested so deep that copying it would fail."""
+    level: list[tuple[Any, str]] = [(value, "")]
+    for _ in range(MAX_DEPTH):
+        inner: list[tuple[Any, str]] = []
+        for container, where in level:
+            named = isinstance(container, dict)
+            for key, item in container.items() if named else enumerate(container):
+                if isinstance(item, (dict, list)) or not _plain(item) or (named and not _plain(key)):
+                    shown = str(key).encode("utf-8", "replace").decode()[:80]
+                    place = (f"{where}.{shown}" if where else shown) if named else f"{where}[{key}]"
+                    if not isinstance(item, (dict, list)) or (named and not _plain(key)):
+                        what = "is no number" if isinstance(item, float) else "has half of a surrogate pair"
+                        raise RequestError(f"{place} {what}, which is no JSON.", param=place[:200])
+                    inner.append((item, place))
+        level = inner
+        if not level:
+            return
+    top = level[0][1].partition(".")[0].partition("[")[0]
+    raise RequestError(f"{top} is nested deeper than {MAX_DEPTH} levels.", "Ask for something simpler.", param=top)
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value that is neither an object nor a list has a form in JSON."""
+    if isinstance(value, str):
+        if value.isascii():
+            return True
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def limit(value: int | None, name: str) -> int | None:
-    """A limit of tokens. Raises RequestError for one below 1."""
-    if value is not None and value < 1:
+    """A limit of tokens. Raises RequestError for one below 1, or of more than 64 bits."""
+    if value is not None and not 1 <= value < 2**63:
         raise RequestError(f"{name} is {value}.", "It must be a whole number, at least 1.", param=name)
     return value
 

@@ -14,7 +14,7 @@ from fastapi import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import error_object
+from .errors import error_object, refusal
 
 if TYPE_CHECKING:
     from .server import Server
@@ -24,6 +24,8 @@ PUBLIC = ("/", "/favicon.ico", "/health", "/ready")
 PUBLIC_FOLDER = "/web/"
 #: seconds after which a client may ask again
 RETRY_AFTER = "5"
+#: bytes of a request's target and headers
+MAX_HEAD = 64 * 2**10
 
 
 class Guard:
@@ -63,25 +65,29 @@ class Guard:
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> Response | None:
         safety, path, method = self.server.safety, scope["path"], scope["method"]
         host, origin = headers.get("host", ""), headers.get("origin")
+        size = len(path) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > MAX_HEAD:
+            text = f"The path and the headers are larger than {MAX_HEAD:,} bytes."
+            return _refused("", 431, text, "invalid_request_error", "headers_too_large")
         if not safety.knows_host(host):
             text = f"The Host header {host[:100]!r} names another server. Allow it with --allow-host."
-            return refusal(path, 403, text, "permission_error", "host_not_allowed")
+            return _refused(path, 403, text, "permission_error", "host_not_allowed")
         if origin is not None and not safety.knows_origin(origin, host):
             text = f"Pages of the origin {origin[:100]!r} may not use this server. Allow it with --cors-origin."
-            return refusal(path, 403, text, "permission_error", "origin_not_allowed")
+            return _refused(path, 403, text, "permission_error", "origin_not_allowed")
         if origin is not None and _is_preflight(scope, headers):
             return None  # a browser sends no key with it
         public = method in ("GET", "HEAD") and (path in PUBLIC or path.startswith(PUBLIC_FOLDER))
         if not public and not safety.knows_key(headers):
             text = "This server needs an API key, and the request has none that it knows. Send it as a Bearer token."
             more = {"WWW-Authenticate": "Bearer"}
-            return refusal(path, 401, text, "authentication_error", "invalid_api_key", more)
+            return _refused(path, 401, text, "authentication_error", "invalid_api_key", more)
         if self.server.draining and method == "POST":
             more = {"Retry-After": RETRY_AFTER, "Connection": "close"}
-            return refusal(path, 503, "The server is stopping.", "overloaded_error", "engine_closed", more)
+            return _refused(path, 503, "The server is stopping.", "overloaded_error", "engine_closed", more)
         announced, limit = headers.get("content-length", "0"), self.server.limits.max_body
         if not (announced.isascii() and announced.isdigit()) or int(announced[:20]) > limit:
-            return refusal(path, 413, _too_large(limit), "invalid_request_error", "request_too_large")
+            return _refused(path, 413, _too_large(limit), "invalid_request_error", "request_too_large")
         return None
 
     def _body(self, receive: Receive) -> Receive:
@@ -107,14 +113,10 @@ class Guard:
         return counted
 
 
-def refusal(
+def _refused(
     path: str, status: int, message: str, type: str, code: str, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """The answer to a request that no route gets to see, in the form of the API it was meant for."""
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
-        kind = {413: "request_too_large"}.get(status, type)
-        return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status, headers)
-    return JSONResponse(error_object(message, type, None, code), status, headers)
+    return refusal(path, error_object(message, type, None, code), status, headers)
 
 
 def _too_large(limit: int) -> str:

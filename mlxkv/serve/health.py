@@ -6,24 +6,41 @@ requests: 503 also while the server starts or stops.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from .server import Server, Serving
 
 router = APIRouter()
 
 
-@router.get("/health")
+class Health(BaseModel):
+    """``reason``: why it is not ok. ``model``: the first of ``models``, those that are loaded. ``active`` and
+    ``queued``: requests of all of them."""
+
+    status: Literal["ok", "unavailable", "loading", "draining"]
+    reason: str | None
+    model: str | None
+    models: list[str]
+    active: int
+    queued: int
+
+
+#: for the OpenAPI document: both answers have the same form
+_DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "Not now; `reason` says why.", "model": Health}}
+
+
+@router.get("/health", response_model=Health, responses=_DOWN)
 async def health(server: Serving) -> JSONResponse:
     """200 while every engine that is loaded takes requests, else 503 with the reason."""
     body, reason = look(server)
     return JSONResponse(body, 200 if reason is None else 503)
 
 
-@router.get("/ready")
+@router.get("/ready", response_model=Health, responses=_DOWN)
 async def ready(server: Serving) -> JSONResponse:
     """200 if a request that comes now would be answered, else 503 with the reason."""
     body, _ = look(server)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from ..errors import MlxkvError
+from .guard import MAX_HEAD
 from .protocol import protocol_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def uvicorn_config(server: Server, **more: Any) -> uvicorn.Config:
     settings: dict[str, Any] = {
         "http": protocol_of(server),
         "ws": "none",
+        "h11_max_incomplete_event_size": MAX_HEAD,
         "log_level": "warning",
+        "log_config": None,  # what it says goes where everything does
         "access_log": False,
         "server_header": False,
         "timeout_graceful_shutdown": LAST_WORDS_S,

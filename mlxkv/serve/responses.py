@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from ..decode.request import TokenLogprob
+from ..decode.spelling import Spelling
 from ..errors import RequestError
 from . import responses_input
 from .answer import Answer
+from .asking import counted
+from .chat import extension, logprobs_object
 from .errors import error_of
-from .fields import renamed
 from .parts import Asked, Part
 from .responses_output import Event, Output
 from .responses_schema import ResponsesRequest
@@ -21,9 +26,6 @@ from .server import Serving
 from .sse import EventStream, event
 
 router = APIRouter()
-
-#: what the engine's fields are called in this API
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "grammar": "text.format", "salt": "cache_salt"}
 
 
 class ResponseNotFound(RequestError):
@@ -37,16 +39,8 @@ class ResponseNotFound(RequestError):
 async def create(server: Serving, body: ResponsesRequest, request: Request) -> Response:
     """A response, whole or as a stream of events."""
     kept = responses_of(request)
-    before = None
-    if body.previous_response_id is not None:
-        before = _found(kept, body.previous_response_id, "previous_response_id")
-    if body.input is None and before is None:
-        raise RequestError("input is missing.", "Give a text or a list of items.", param="input")
-    items = [] if body.input is None else responses_input.checked(body.input, kept.item)
-    earlier = [] if before is None else before.items()
-    messages = responses_input.messages(earlier, items, body.instructions)
-    with renamed(_NAMES):
-        answer = await Answer.begin(server, body.to_asked(server, messages), request)
+    messages, items, before = _conversation(body, kept)
+    answer = await Answer.begin(server, body.to_asked(server, messages), request)
     running = Running(answer, body, kept, items, before)
     if body.stream:
         return EventStream(answer, running)
@@ -54,6 +48,16 @@ async def create(server: Serving, body: ResponsesRequest, request: Request) -> R
         async for part in answer:
             running.feed(part)
     return JSONResponse(running.output.response, headers={"x-request-id": answer.id})
+
+
+@router.post("/v1/responses/input_tokens")
+async def input_tokens(server: Serving, body: ResponsesRequest, request: Request) -> dict[str, Any]:
+    """How many tokens the same body would be read as, also where the model's context has no room for them."""
+    messages, _, _ = _conversation(body, responses_of(request))
+    asked = body.to_asked(server, messages)
+    async with server.lease(body.model) as engine:
+        count = await asyncio.to_thread(counted, engine, asked)
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @router.get("/v1/responses/{response_id}")
@@ -72,6 +76,21 @@ async def delete(response_id: str, request: Request) -> dict[str, Any]:
     _found(kept, response_id, "response_id")
     kept.remove(response_id)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+
+def _conversation(
+    body: ResponsesRequest, kept: Responses
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Kept | None]:
+    """The messages of a conversation with this request's input at their end, that input's items, and the response that
+    they follow. Raises RequestError."""
+    before = None
+    if body.previous_response_id is not None:
+        before = _found(kept, body.previous_response_id, "previous_response_id")
+    if body.input is None and before is None:
+        raise RequestError("input is missing.", "Give a text or a list of items.", param="input")
+    items = [] if body.input is None else responses_input.checked(body.input, kept.item)
+    earlier = [] if before is None else before.items()
+    return responses_input.messages(earlier, items, body.instructions), items, before
 
 
 def responses_of(request: Request) -> Responses:
@@ -104,9 +123,18 @@ class Running:
     before: Kept | None
 
     def __post_init__(self) -> None:
+        self._spell: Spelling | None = None
         self.output = Output(
-            head(self.answer, self.body), summary=self.body.summary is not None, sealed=self.body.sealed
+            head(self.answer, self.body),
+            summary=self.body.summary is not None,
+            sealed=self.body.sealed,
+            logprobs=self._logprobs if self.body.logprobs else None,
+            extension=extension,
         )
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        self._spell = self._spell or Spelling(self.answer.tokenizer)
+        return logprobs_object(tokens, self._spell)["content"]
 
     def feed(self, part: Part) -> list[Event]:
         """The events of a part. What is whole is kept, unless the caller wants it not to be."""
@@ -158,6 +186,7 @@ def head(answer: Answer, body: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": body.summary},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",

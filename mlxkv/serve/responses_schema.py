@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
 from ..decode.request import MAX_TOP_LOGPROBS, Request
 from ..errors import RequestError
 from ..messages import check_text
 from .fields import SamplingFields, Strict, format_grammar, limit, template_kwargs
 from .parts import Asked, Reasoning, Tools
 from .server import Server
+from .tools_schema import asked_tools
 
 _LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
-_TOOL_KEYS = {"type", "name", "description", "parameters", "strict"}
-#: efforts a template may know, for those it does not
-_EFFORT = {"xhigh": "high", "max": "high"}
+#: efforts as templates know them that know any
+_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 class ReasoningFields(Strict):
@@ -71,12 +69,13 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
     reasoning: ReasoningFields | None = None
-    thinking_budget: int | None = Field(default=None, ge=0)
+    thinking_budget: int | None = None
     text: TextFields | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    client_metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -122,45 +121,24 @@ class ResponsesRequest(SamplingFields):
             stream=bool(self.stream),
             timeout=self.checked_timeout(),
             labels=self.labels(),
+            names={"messages": "input", "grammar": "text.format"},
         )
 
     def asked_tools(self) -> Tools | None:
-        """The functions that may be called, in the chat API's form. Raises RequestError."""
-        functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
-        names = [f["function"]["name"] for f in functions]
-        for i, name in enumerate(names):
-            if name in names[:i]:
-                raise RequestError(f"Two tools are called {name[:80]!r}.", "Names differ.", param=f"tools[{i}].name")
-        choice = self._choice(names)
-        parallel = self.parallel_tool_calls is not False
-        return Tools(tuple(functions), choice, parallel) if functions else None
-
-    def _choice(self, names: list[str]) -> Any:
+        """The functions that may be called. Raises RequestError."""
+        tools = [_nested(tool) for tool in self.tools or []]
         choice = self.tool_choice
-        if choice is None:
-            return "auto"
-        if isinstance(choice, str):
-            if choice not in ("auto", "none", "required"):
-                raise RequestError(
-                    f"tool_choice is {choice[:80]!r}.",
-                    'It must be auto, none, required or {"type": "function", "name": ...}.',
-                    param="tool_choice",
-                )
-            if choice == "required" and not names:
-                raise RequestError("tool_choice is required, but there are no tools.", param="tool_choice")
-            return choice
-        if choice.get("type") != "function" or choice.keys() - {"type", "name"}:
-            raise RequestError(
-                f"tool_choice of type {str(choice.get('type'))[:80]!r} is not supported.",
-                'An object must be {"type": "function", "name": ...}.',
-                param="tool_choice",
-            )
-        if choice.get("name") not in names:
-            raise RequestError(
-                f"tool_choice names {str(choice.get('name'))[:80]!r}, which is no tool of this request.",
-                param="tool_choice.name",
-            )
-        return ("name", choice["name"])
+        if isinstance(choice, dict):
+            if choice.get("type") == "allowed_tools":
+                allowed = choice.get("tools")
+                inner = choice | {"tools": [_nested(t) for t in allowed] if isinstance(allowed, list) else allowed}
+                choice = {"type": "allowed_tools", "allowed_tools": {k: v for k, v in inner.items() if k != "type"}}
+            else:
+                choice = _nested(choice)
+        try:
+            return asked_tools(tools, choice, self.parallel_tool_calls)
+        except RequestError as error:  # here a function's keys stand beside its type
+            raise RequestError(*map(_flat, (error.message, error.cure, error.param or ""))) from error
 
     def _check(self) -> None:
         self.check_stream_options()
@@ -183,33 +161,30 @@ class ResponsesRequest(SamplingFields):
                 f"It must be a whole number from 0 to {MAX_TOP_LOGPROBS}.",
                 param="top_logprobs",
             )
+        if self.thinking_budget is not None and not 0 <= self.thinking_budget < 2**31:
+            raise RequestError(
+                f"thinking_budget is {self.thinking_budget}.",
+                "It must be a whole number, at least 0.",
+                param="thinking_budget",
+            )
         if self.instructions is not None:
             check_text(self.instructions, "instructions")
 
 
-def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool of this API, whose function stands beside its type, as the chat API has it."""
-    if tool.get("type") != "function":
-        raise RequestError(
-            f"{where}.type is {str(tool.get('type'))[:80]!r}.",
-            "Only functions are supported: this server runs no tools of its own.",
-            param=f"{where}.type",
-        )
-    for name, value in tool.items():
-        if name not in _TOOL_KEYS and value is not None and (name, value) not in _HARMLESS:
-            shown = str(name).encode("utf-8", "replace").decode()[:80]
-            raise RequestError(f"{where}.{shown} is not supported.", "Leave it out.", param=f"{where}.{shown}")
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise RequestError(f"{where}.name is missing.", param=f"{where}.name")
-    function: dict[str, Any] = {"name": check_text(tool["name"], f"{where}.name")}
-    for name, type in (("description", str), ("parameters", dict), ("strict", bool)):
-        value = tool.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, type):
-            raise RequestError(f"{where}.{name} is no {type.__name__}.", param=f"{where}.{name}")
-        function[name] = check_text(value, f"{where}.{name}") if isinstance(value, str) else value
-    return {"type": "function", "function": function}
+def _nested(tool: Any) -> Any:
+    """A tool, or a choice of one, in the chat API's form: its keys under ``function``."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    inner = {name: value for name, value in tool.items() if name != "type" and (name, value) not in _HARMLESS}
+    return {"type": "function", "function": inner}
+
+
+def _flat(text: str) -> str:
+    return (
+        text.replace(', "function": {"name": ...}}', ', "name": ...}')
+        .replace(".function", "")
+        .replace(".allowed_tools", "")
+    )
 
 
 #: keys of a tool that ask for nothing with these values

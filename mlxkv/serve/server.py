@@ -29,8 +29,7 @@ class Server:
     these, ``limits`` and ``safety`` may change while it runs: read them when they are needed. ``on_device_error`` is
     called when the device has failed for good; the process should then end. started: seconds since 1970. draining: it
     was told to stop, and takes no new work. loading: the model that it waits for before it is ready the first time.
-    working: requests that are being answered, those for work only (POST). tells_text: /v1/cache may tell text that is
-    stored, which others may have sent."""
+    working: requests that are being answered, those for work only (POST)."""
 
     models: Models
     defaults: SamplingParams = field(default_factory=SamplingParams)
@@ -43,7 +42,6 @@ class Server:
     draining: bool = False
     loading: str | None = None
     working: int = 0
-    tells_text: bool = True
     metrics: Metrics = field(init=False)
     #: questions about an engine, which wait for its turn, on threads
     questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
@@ -62,6 +60,12 @@ class Server:
         loaded."""
         return self.models.lease(name)
 
+    @property
+    def tells_text(self) -> bool:
+        """Whether /v1/cache may tell what is stored: with keys there may be several people, who do not see each
+        other's words."""
+        return not self.safety.keys
+
     def observe(self, record: Record) -> None:
         """A request is over: one log line, and the counters. On the event loop."""
         registry = self.models.registry
@@ -72,19 +76,6 @@ class Server:
         entry = state.entry
         more = {"state": state.state, "aliases": list(entry.aliases), "adapter": entry.adapter, "pinned": entry.pinned}
         return {"id": entry.name, "object": "model", "created": self.started, "owned_by": "mlxkv", "mlxkv": more}
-
-    # until all routes use ``lease``
-
-    @property
-    def engine(self) -> Engine:
-        return self.models.engines()[0][1]
-
-    @property
-    def model_name(self) -> str:
-        return self.models.registry.entries[0].name
-
-    def serves(self, model: str) -> bool:
-        return model in self.models.registry
 
 
 def server_of(request: Request) -> Server:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request as Http
 
 from ..errors import QueueFull
-from . import seams
 from .answer import AGAIN, Answer
+from .asking import prepared
 from .parts import Asked, Part, Ping
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Several:
         """Check all, and queue the first. Raises what refuses the request."""
         began = time.monotonic()
         async with server.lease(asked[0].model) as engine:
-            ready = [replace(a, request=await asyncio.to_thread(seams.prepared, engine, a)) for a in asked]
+            ready = [replace(a, request=await asyncio.to_thread(prepared, engine, a)) for a in asked]
         first = await Answer.begin(server, ready[0], http)
         made = cls(server, ready, http, first)
         made._began = began

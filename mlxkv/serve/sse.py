@@ -11,7 +11,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import ClientGone
-from . import seams
 from .answer import Answer
 from .parts import Part, Ping
 
@@ -102,4 +101,4 @@ class EventStream(Response):
     def _printed(self, part: Part) -> str:
         if not isinstance(part, Ping):
             return self.printer.part(part)
-        return self.printer.ping() if seams.ping_style(self.answer.server) == "chunk" else comment("ping")
+        return self.printer.ping() if self.answer.server.limits.ping == "chunk" else comment("ping")

@@ -14,6 +14,7 @@ from ..messages import check_text, normalise
 from .completions_logprobs import spelled
 from .fields import Body, template_kwargs
 from .server import Server, Serving
+from .tools_schema import asked_tools
 
 router = APIRouter()
 
@@ -57,9 +58,10 @@ class TokenizeRequest(Body):
                 "A prompt ends where the answer begins: give one of the two as true.",
                 param="add_generation_prompt",
             )
+        tools = asked_tools(self.tools, None, None)
         return Request(
             messages=normalise(self.messages),
-            tools=self.tools,
+            tools=[dict(function) for function in tools.functions] if tools is not None else None,
             template_kwargs=template_kwargs(self.chat_template_kwargs),
             continue_final=continued,
         )
@@ -83,7 +85,7 @@ async def tokenize(server: Serving, body: TokenizeRequest) -> dict[str, Any]:
             if request is None:
                 ids = engine.tokenize(text, body.add_special_tokens is not False)
             else:
-                ids = list(engine.prepare(request).token_ids)
+                ids = list(engine.prepare(request, fits=False).token_ids)
             made: dict[str, Any] = {"count": len(ids), "max_model_len": engine.info.context_length, "tokens": ids}
             if body.return_token_strs:
                 spelling = Spelling(engine.tokenizer)

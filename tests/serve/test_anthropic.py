@@ -193,6 +193,7 @@ def test_a_salt_shares_nothing(claude):
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"speed": "fast"}, "speed"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"n": 2}, "n"),
         ({"temprature": 1}, "temprature"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -211,7 +212,7 @@ def test_other_refusals_have_the_form_too(http, claude):
     for stream in (True, False):
         long = BODY | {"messages": [USER | {"content": "word " * 5000}], "stream": stream}
         error = refused(http.post("/v1/messages", json=long))
-        assert error["code"] == "context_length_exceeded" and "4096" in error["message"]
+        assert error["details"] == {"error_code": "context_length_exceeded"} and "4096" in error["message"]
     refused(http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"}))
     refused(http.post("/v1/messages"))
     refused(http.get("/v1/messages"), 405)
@@ -227,3 +228,13 @@ def test_thinking_is_not_for_an_answer_that_has_begun(http):
     begun = [USER, {"role": "assistant", "content": "The"}]
     more = {"messages": begun, "thinking": {"type": "enabled", "budget_tokens": 4}}
     assert refused(http.post("/v1/messages", json=BODY | more))["param"] == "thinking"
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error(http, claude, server):
+    long = BODY | {"max_tokens": 3500, "timeout": 0.3}
+    refused(http.post("/v1/messages", json=long), 504, "timeout_error")
+    name, data = events(http.post("/v1/messages", json=long | {"stream": True}).text)[-1]
+    assert name == "error" and data["error"]["type"] == "timeout_error" and data["request_id"].startswith("msg_")
+    with pytest.raises(anthropic.APIStatusError, match="not answered"):
+        list(claude.messages.create(**BODY | {"max_tokens": 3500}, stream=True, extra_body={"timeout": 0.3}))
+    assert server.idle()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
+
+import httpx
 import pytest
 from openai import BadRequestError
 
@@ -117,7 +122,10 @@ def test_echo(client):
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [[1, -1]]}, "prompt[0]"),
         ({"prompt": [10**6]}, "prompt"),
-        ({"prompt": ["a", "word " * 5000]}, "prompt"),
+        ({"prompt": ["a", "word " * 5000]}, "prompt[1]"),
+        ({"prompt": ["a", "\ud800"]}, "prompt[1]"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"guided_regex": "["}, "guided_regex"),
         ({"prompt": [1.5]}, "prompt[0]"),
         ({"prompt": {"text": "a"}}, "prompt"),
         ({"prompt": ["a"] * 300}, "prompt"),
@@ -141,8 +149,6 @@ def test_echo(client):
     ],
 )
 def test_refusals_name_their_field(http, change, param):
-    import json
-
     body = {"model": "llama", "prompt": PROMPT, "max_tokens": 1} | change
     body = {name: value for name, value in body.items() if value is not None}
     answer = http.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
@@ -155,7 +161,40 @@ def test_what_asks_for_nothing_is_taken(client):
     assert found.choices[0].logprobs is None
 
 
+def test_a_grammar_holds(client):
+    found = ask(client, max_tokens=20, extra_body={"guided_regex": "[0-9]{4}"})
+    assert len(found.choices[0].text) == 4 and found.choices[0].text.isdigit()
+    assert found.choices[0].finish_reason == "stop"
+
+
 def test_a_refused_stream_has_a_status(client):
     with pytest.raises(BadRequestError) as caught:
         ask(client, ["fine", "word " * 5000], stream=True)
     assert caught.value.code == "context_length_exceeded" and "4096" in caught.value.message
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_the_engine_of_all_its_prompts(server, http, stream):
+    body = {"model": "llama", "prompt": [f"story {i}" for i in range(20)], "max_tokens": 3000, "stream": stream}
+    with (
+        contextlib.suppress(httpx.TimeoutException),
+        http.stream("POST", "/v1/completions", json=body, timeout=httpx.Timeout(0.5, connect=5)) as answer,
+    ):
+        next(answer.iter_raw())
+    assert server.idle(3)
+    time.sleep(0.3)  # those that had not begun do not begin now
+    assert server.idle(0.1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_time_out_ends_all_prompts(server, http, stream):
+    body = {"model": "llama", "prompt": [f"story {i}" for i in range(20)], "max_tokens": 3000, "timeout": 0.4}
+    answer = http.post("/v1/completions", json=body | {"stream": stream})
+    if stream:
+        *_, error, done = [block.removeprefix("data: ") for block in answer.text.split("\n\n") if block]
+        assert done == "[DONE]"
+    else:
+        assert 400 <= answer.status_code < 600
+        error = answer.text
+    assert json.loads(error)["error"]["code"] == "request_timeout"
+    assert server.idle(3)

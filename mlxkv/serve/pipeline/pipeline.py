@@ -5,45 +5,64 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from ...decode.request import Delta, FinishReason, TokenLogprob
+from ...decode.request import Delta, FinishReason, Grammar, TokenLogprob
 from ...decode.text import Detokenizer
+from ...decode.thinking import Marks
 from ..parts import Arguments, Call, Finish, Part, Reasoning, Text, Thought, Tools
-from .reasoning import markers, thinking_at_end
+from .check import check_calls, check_text, held
 from .splitter import Segment, Splitter
-from .tools import CallFormat
+from .tools import CallFormat, Made
 
 
 class Pipeline:
     """``feed`` each delta, then ``finish``. Parts carry ``choice``.
 
-    rendered: the prompt's text; whether it ends inside a thought can be told as ``thinking``. A token's log-probability
+    thinking: the prompt ends inside a thought (``Prepared.thinking``). A token's log-probability
     stays with the part that the token's text went to; tokens that are markers, or whose text is not shown, have none.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        rendered: str,
         tools: Tools | None = None,
         reasoning: Reasoning | None = None,
         *,
+        thinking: bool = False,
         choice: int = 0,
-        thinking: bool | None = None,
+        response: Grammar | None = None,
     ) -> None:
-        """Raises RequestError for tools where this model's calls cannot be read."""
+        """``response``: what the text of an answer without calls must match. Raises RequestError for tools where this
+        model's calls cannot be read."""
         calls = CallFormat(tokenizer, tools) if tools is not None and tools.choice != "none" else None
-        inside = thinking_at_end(tokenizer, rendered) if thinking is None else thinking
-        think = markers(tokenizer) if reasoning is None or reasoning.split else None
-        self._splitter = Splitter(think, inside and think is not None, calls, single=bool(tools and not tools.parallel))
+        marks = Marks.of(tokenizer) if reasoning is None or reasoning.split else None
+        think = (marks.start, marks.end) if marks is not None else None
+        self._splitter = Splitter(
+            think, thinking and think is not None, calls, single=bool(tools and not tools.parallel)
+        )
         self._tokens = _Tokens(tokenizer)
         self._choice = choice
-        #: how many calls were made
-        self.calls = 0
+        self._tools = tools if calls is not None else None
+        self._response = response
+        self._said: list[str] = []  # the text, where it is looked at in the end
+        self._made: list[Made] = []
+        self._whole = False  # the model ended its answer itself
 
     @property
     def over(self) -> bool:
         """The one call that is allowed was made: whatever comes will not be shown, and need not be generated."""
         return self._splitter.over
+
+    @property
+    def calls(self) -> int:
+        """How many calls were made."""
+        return len(self._made)
+
+    @property
+    def bound(self) -> bool:
+        """Whether there is anything to ``verify``."""
+        return self._response is not None or (
+            self._tools is not None and any(held(tool["function"], self._tools) for tool in self._tools.functions)
+        )
 
     def feed(self, delta: Delta) -> list[Part]:
         self._tokens.add(delta)
@@ -51,7 +70,18 @@ class Pipeline:
 
     def finish(self, reason: FinishReason, stop: str | None = None) -> list[Part]:
         """The rest. ``stop``: the stop string that ended the text, if one did."""
-        return self._parts(self._splitter.finish(whole=reason == "stop" and stop is None))
+        self._whole = reason == "stop" and stop is None
+        return self._parts(self._splitter.finish(self._whole))
+
+    def verify(self) -> None:
+        """After ``finish``: whether an answer that ended by itself is what was asked for. Any thread; parses it anew,
+        which may take a while. Raises GrammarViolated."""
+        if not self._whole and not self.over:
+            return  # it was cut off; what there is may be only the start of what was asked for
+        if self._tools is not None and self._tools.functions:
+            check_calls(self._made, self._tools)
+        if self._response is not None and not self._made:
+            check_text("".join(self._said), self._response)
 
     def finished(self, reason: FinishReason) -> Finish:
         """Why the choice ended, in OpenAI's words; after ``finish``."""
@@ -65,13 +95,15 @@ class Pipeline:
             if segment.kind in ("text", "thought"):
                 ids, logprobs = self._tokens.take(segment.length, shown=True)
                 made = Text if segment.kind == "text" else Thought
+                if self._response is not None and made is Text:
+                    self._said.append(segment.text)
                 parts.append(made(self._choice, segment.text, logprobs, ids))
                 continue
             self._tokens.take(segment.length, shown=False)
             for call in segment.calls:
                 parts.append(Call(self._choice, self.calls, call.id, call.name))
                 parts.append(Arguments(self._choice, self.calls, call.arguments))
-                self.calls += 1
+                self._made.append(call)
         return parts
 
 

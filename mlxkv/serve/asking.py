@@ -1,0 +1,74 @@
+"""From what was asked to what an engine is asked: template arguments, the grammar of calls and formats, and all checks
+that need the model but not its turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..decode.request import Request
+from ..errors import EngineClosed, RequestError
+from .parts import Asked
+from .pipeline import Pipeline
+from .pipeline.grammars import at_fault, grammar_for
+from .pipeline.reasoning import template_kwargs
+
+if TYPE_CHECKING:
+    from ..decode.engine import Engine
+
+
+def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
+    """The request for ``engine``, rendered, tokenised and its grammar compiled. Any thread; may take a while. Raises
+    RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the engine cannot answer."""
+    if asked.request.prepared is not None:
+        return asked.request
+    if (reason := engine.health().reason) is not None:
+        raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
+    grammar = asked.request.grammar
+    try:
+        grammar = grammar_for(asked.tools, grammar, engine.tokenizer)
+        request = replace(
+            asked.request,
+            template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
+            reasoning_budget=asked.reasoning.budget,
+            grammar=grammar,
+            share=asked.n > 1,
+            name=name,
+        )
+        return replace(request, prepared=engine.prepare(request))
+    except RequestError as error:
+        if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
+            error = at_fault(asked.tools, asked.request.grammar, error)
+        raise _named(error, asked) from None
+
+
+def counted(engine: Engine, asked: Asked) -> int:
+    """Tokens of the prompt, also where the context has no room for it. Any thread. Raises RequestError as ``prepared``
+    does."""
+    kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
+    request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
+    try:
+        return engine.prepare(request, fits=False).prompt_tokens
+    except RequestError as error:
+        raise _named(error, asked) from None
+
+
+def _named(error: RequestError, asked: Asked) -> RequestError:
+    """``error``, naming the field as the caller's API does."""
+    if error.param is not None and error.param in asked.names:
+        error.param = asked.names[error.param]
+    return error
+
+
+def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:
+    """The text pipeline of one choice of a prepared request. Raises RequestError for tools that this model has not."""
+    made = request.prepared
+    assert made is not None
+    return Pipeline(
+        engine.tokenizer,
+        asked.tools,
+        asked.reasoning,
+        choice=choice,
+        thinking=made.thinking,
+        response=asked.request.grammar,
+    )

@@ -1,0 +1,58 @@
+"""The server's log: lines for people, or with ``--log-json`` one JSON object a line. Neither has a word of a prompt or
+an answer at the default level."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import ConfigError
+
+#: bytes of a log file at most; about 50,000 requests
+FILE_BYTES = 10 * 2**20
+
+_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class JsonLines(logging.Formatter):
+    """``{"time", "level", "logger", "message"}``; the line of a request (``metrics.Metrics.observe``) has its books
+    under ``request`` and no message; a traceback stands under ``error``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        made: dict[str, Any] = {"time": moment, "level": record.levelname.lower(), "logger": record.name}
+        request = getattr(record, "request", None)
+        if request is not None:
+            made["request"] = request
+        else:
+            made["message"] = record.getMessage()
+        if record.exc_info:
+            made["error"] = self.formatException(record.exc_info)
+        return json.dumps(made, default=str)
+
+
+def configure(as_json: bool = False, stream: TextIO | None = None, file: Path | None = None) -> None:
+    """Have everything logged to ``stream`` (stderr), or to ``file``, once: warnings of others, and what mlxkv itself
+    has to say. A file never outgrows ``FILE_BYTES``; the lines before are in the file of the same name with ``.1``
+    behind it. Raises ConfigError for a file that cannot be written."""
+    handler = logging.StreamHandler(stream or sys.stderr) if file is None else _to_file(file)
+    handler.setFormatter(JsonLines() if as_json else logging.Formatter(_FORMAT))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("mlxkv").setLevel(logging.INFO)
+
+
+def _to_file(path: Path) -> logging.Handler:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        return RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(
+            f"The log {path} cannot be written: {error.strerror}.", "Choose another --log-file."
+        ) from None
