@@ -20,8 +20,23 @@ def load(model: str | Path, **options: Any) -> Engine:
     return Engine(model, **options)
 
 
+#: options that are fields of Request; all others are of SamplingParams
+_FIELDS = (
+    "tools",
+    "template_kwargs",
+    "salt",
+    "use_cache",
+    "grammar",
+    "continue_final",
+    "reasoning_budget",
+    "prompt_logprobs",
+    "deadline",
+    "name",
+)
+
+
 def _request(prompt: str | list[dict[str, Any]] | list[int], options: dict[str, Any]) -> Request:
-    fields = {k: options.pop(k) for k in ("tools", "template_kwargs", "salt", "use_cache", "grammar") if k in options}
+    fields = {k: options.pop(k) for k in _FIELDS if k in options}
     if "stop" in options:
         stop = options["stop"]
         options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -36,8 +51,8 @@ def _request(prompt: str | list[dict[str, Any]] | list[int], options: dict[str, 
 def generate(engine: Engine, prompt: str | list[dict[str, Any]] | list[int], **options: Any) -> Completion:
     """The whole answer to a question (text), a message list, or raw token ids.
 
-    Options are the fields of SamplingParams (max_tokens, temperature, seed, …) and tools, template_kwargs, salt,
-    use_cache and grammar of Request. Raises RequestError, EngineError.
+    Options are the fields of SamplingParams (max_tokens, temperature, seed, …) and those of Request (tools, grammar,
+    reasoning_budget, …). Raises RequestError, EngineError.
     """
     return engine.submit(_request(prompt, options)).result()
 

@@ -97,6 +97,12 @@ class DeadEnd(EngineError):
     code = "grammar_dead_end"
 
 
+class RequestCancelled(EngineError):
+    """The caller wants no answer any more, and there was none yet."""
+
+    code = "request_cancelled"
+
+
 class RequestTimeout(EngineError):
     """The request's deadline went by before its answer was whole."""
 

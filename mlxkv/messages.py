@@ -13,7 +13,7 @@ _KEYS = {
     "system": {"name"},
     "developer": {"name"},
     "user": {"name"},
-    "assistant": {"name", "tool_calls", "reasoning_content", "reasoning"},
+    "assistant": {"name", "tool_calls", "reasoning_content", "reasoning", "refusal"},
     "tool": {"tool_call_id", "name"},
 }
 # Clients send an answer back as they got it, with these fields empty.
@@ -26,6 +26,15 @@ _EMPTY_ALLOWED = {
     "name",
     "reasoning_content",
     "reasoning",
+}
+#: what the types of parts that are no text stand for
+_MEDIA = {
+    "image_url": "Images are",
+    "image": "Images are",
+    "input_audio": "Audio is",
+    "audio_url": "Audio is",
+    "video_url": "Video is",
+    "file": "Files are",
 }
 
 
@@ -76,35 +85,44 @@ def _message(message: Any, where: str, token_ids: bool) -> dict[str, Any]:
         raise RequestError(f"{where}.tool_call_id is missing.", param=f"{where}.tool_call_id")
     if message.get("tool_calls"):
         made["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
-    if message.get("content") is None and "tool_calls" in made:
-        made["content"] = ""
-    else:
-        made["content"] = _content(message.get("content"), f"{where}.content")
+    made["content"] = _content(message.get("content"), f"{where}.content", role)
+    if message.get("refusal") is not None:  # what the model said instead
+        made["content"] += check_text(message["refusal"], f"{where}.refusal")
+    if (reasoning := made.pop("reasoning", None)) is not None:  # two names for one thing; templates know the other
+        made.setdefault("reasoning_content", reasoning)
     if "token_ids" in message:
         made["token_ids"] = _ids(message["token_ids"], f"{where}.token_ids")
     return made
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str, role: str) -> str:
+    """As one text. An assistant's may be null, and so may a tool's result: it said nothing."""
     if isinstance(content, str):
         return check_text(content, where)
+    if content is None and role in ("assistant", "tool"):
+        return ""
     if not isinstance(content, list):
         raise RequestError(f"{where} must be a string or a list of text parts.", param=where)
-    texts = []
-    for i, part in enumerate(content):
-        place = f"{where}[{i}]"
-        if not isinstance(part, dict):
-            raise RequestError(f"{place} is not an object.", param=place)
-        if part.get("type") != "text":
-            raise RequestError(
-                f"{place}.type is {_short(part.get('type'))}.", "Only text is supported.", param=f"{place}.type"
-            )
-        for key in part:
-            if key not in ("type", "text"):
-                name = _short(key, quoted=False)
-                raise RequestError(f"{place}.{name} is not supported.", param=f"{place}.{name}")
-        texts.append(check_text(part.get("text"), f"{place}.text"))
-    return "".join(texts)
+    return "".join(_part(part, f"{where}[{i}]", role) for i, part in enumerate(content))
+
+
+def _part(part: Any, place: str, role: str) -> str:
+    if not isinstance(part, dict):
+        raise RequestError(f"{place} is not an object.", param=place)
+    kind = part.get("type")
+    said = "refusal" if kind == "refusal" and role == "assistant" else "text"
+    if kind != said:
+        media = _MEDIA.get(kind) if isinstance(kind, str) else None
+        raise RequestError(
+            f"{place}.type is {_short(kind)}.",
+            f"{media} not supported." if media else "Only text is supported.",
+            param=f"{place}.type",
+        )
+    for key in part:
+        if key not in ("type", said, "cache_control"):  # the last says where a cache should keep something: it does
+            name = _short(key, quoted=False)
+            raise RequestError(f"{place}.{name} is not supported.", param=f"{place}.{name}")
+    return check_text(part.get(said), f"{place}.{said}")
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -121,6 +139,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 raise RequestError(f"{place}.{_short(key, quoted=False)} is not supported.", param=place)
         name = check_text(function.get("name"), f"{place}.function.name")
         arguments: Any = function.get("arguments")
+        if arguments in (None, ""):  # so some clients write a call without any
+            arguments = {}
         if not isinstance(arguments, dict):  # templates print an object; a string would be quoted twice
             check_text(arguments, f"{place}.function.arguments")
             with contextlib.suppress(ValueError, RecursionError):

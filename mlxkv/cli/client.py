@@ -151,7 +151,7 @@ class Served:
         names = remote.models()
         if not names:
             raise ModelError(f"{remote.url} has no model.", "Start mlxkv serve with one.")
-        self.model = self.shown = _choose(settings, names, remote.url)
+        self.model = self.shown = _choose(settings, names, remote)
 
     def greeting(self) -> str:
         return f"{self.model} at {self._remote.url}"
@@ -170,12 +170,25 @@ class Served:
 
     def use(self, name: str, interrupt: Interrupt) -> None:
         names = self._remote.models()
-        if name not in names:
+        found = name if name in names else self._remote.model(name)
+        if found is None:
             raise ModelError(f"{self._remote.url} has no model {name!r}.", f"It has {printable(', '.join(names))}.")
-        self.model = self.shown = name
+        self.model = self.shown = found
 
     def facts(self) -> dict[str, str]:
-        return {"model": self.model, "runs at": self._remote.url}
+        made = {"model": self.model, "runs at": self._remote.url}
+        if not self._remote.is_mlxkv:
+            return made
+        told = self._remote.get("/v1/status")
+        busy = [f"{told[name]} {name}" for name in ("active", "queued") if isinstance(told.get(name), int)]
+        made["requests"] = ", ".join(busy)
+        for model in told.get("models") or []:
+            info = model.get("info") if isinstance(model, dict) and model.get("name") == self.model else None
+            if isinstance(info, dict):
+                made["runs at"] += f" on {info.get('device')}, {info.get('dtype')}"
+                if isinstance(info.get("context_length"), int):
+                    made["context"] = f"{info['context_length']:,} tokens"
+        return {name: printable(value) for name, value in made.items()}
 
     def fits(self, model: str) -> bool:
         return Path(model).name == Path(self.model).name
@@ -220,12 +233,15 @@ def _asked(settings: Settings) -> dict[str, Any]:
     return {key: getattr(settings, key) for key in _ASKED if settings.source(key).kind != "default"}
 
 
-def _choose(settings: Settings, names: list[str], url: str) -> str:
-    """The model to ask for: the one that was named, where the server has it, else its first."""
+def _choose(settings: Settings, names: list[str], remote: Remote) -> str:
+    """The model to ask for: the one that was named, where the server has it, else its first. Settings may name one for
+    an engine of this process; what is asked for by a flag must be there."""
     wanted = settings.model
     if wanted is None or wanted in names:
         return wanted or names[0]
-    alike = next((name for name in names if Path(name).name == Path(wanted).name), None)
-    if alike is None and settings.source("model").kind == "flag":
-        raise ModelError(f"{url} has no model {wanted!r}.", f"It has {printable(', '.join(names))}.")
-    return alike or names[0]
+    if settings.source("model").kind == "flag":
+        found = remote.model(wanted)
+        if found is None:
+            raise ModelError(f"{remote.url} has no model {wanted!r}.", f"It has {printable(', '.join(names))}.")
+        return found
+    return next((name for name in names if Path(name).name == Path(wanted).name), names[0])

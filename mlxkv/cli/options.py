@@ -286,6 +286,22 @@ LIMITS = _group(
         "log_json": (bool | None, ("--log-json/--no-log-json",), "Write the log as one JSON object a line."),
     },
 )
+LIFE = _group(
+    "Process",
+    {
+        "log_file": (
+            str | None,
+            ("--log-file",),
+            "Write the log to this file, at most 10 MB and as much of what was before, instead of stderr.",
+            {"metavar": "FILE"},
+        ),
+        "keep_awake": (
+            bool | None,
+            ("--keep-awake/--let-sleep",),
+            "Keep a Mac from falling asleep by itself while it serves (default).",
+        ),
+    },
+)
 SERVED = _group(
     "Server",
     {
@@ -300,6 +316,12 @@ SERVED = _group(
             ("--api-key",),
             "The server's key. Others can see arguments: better in MLXKV_API_KEY.",
             {"metavar": "KEY"},
+        ),
+        "api_key_file": (
+            str | None,
+            ("--api-key-file",),
+            "A file with the key.",
+            {"metavar": "FILE"},
         ),
     },
 )

@@ -1,7 +1,8 @@
 """A running server as the command line's partner: its models, its state, and answers as the events of a ticket.
 
-It speaks OpenAI's chat API, so that any such server will do; what mlxkv's own adds (the ``mlxkv`` field, progress in
-comments) is used where it comes. Plain ``http.client``: no proxy stands between a chat and a server on this machine.
+It speaks OpenAI's chat API, so that any such server will do; what mlxkv's own adds (the ``mlxkv`` field, chunks that
+tell how much of a prompt is read) is used where it comes. Plain ``http.client``: no proxy stands between a chat and a
+server on this machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import http.client
 import json
 import queue
-import re
 import socket
 import threading
 import time
@@ -39,8 +39,6 @@ PATIENCE = 10.0
 #: bytes of a line or a body at most; no server of good will sends more
 MOST = 16 * 2**20
 
-_PROGRESS = re.compile(r"(\d[\d,]*) (?:of|/) (\d[\d,]*)")
-
 
 class ServerError(EngineError):
     """The server cannot be reached, broke off, or says something that is no answer."""
@@ -66,14 +64,25 @@ class Remote:
         self.protected = self._tls or self._host == "localhost" or self._host.startswith("127.") or self._host == "::1"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._key = key
+        #: whether it is mlxkv that runs there, as ``models`` has seen
+        self.is_mlxkv = False
         place = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"{parts.scheme}://{place}{f':{self._port}' if self._port else ''}{self._path}"
 
     def models(self) -> list[str]:
         """Names of the models there, as it lists them. Raises MlxkvError."""
         found = self.get("/v1/models").get("data")
-        names = [entry.get("id") for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-        return [name for name in names if isinstance(name, str)]
+        entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+        self.is_mlxkv = any(entry.get("owned_by") == "mlxkv" for entry in entries)
+        return [entry["id"] for entry in entries if isinstance(entry.get("id"), str)]
+
+    def model(self, name: str) -> str | None:
+        """What the server calls the model ``name``, which may be an alias; None if it has none. Raises MlxkvError."""
+        try:
+            found = self.get(f"/v1/models/{name}").get("id")
+        except (ModelError, RequestError, ServerError):  # one that is told apart from others by its name alone
+            return None
+        return found if isinstance(found, str) else None
 
     def get(self, path: str) -> dict[str, Any]:
         """The object at ``path``. Raises MlxkvError."""
@@ -91,7 +100,8 @@ class Remote:
     def ask(self, body: dict[str, Any]) -> RemoteTicket:
         """Have a chat request answered as a stream. It is sent on another thread; what goes wrong is raised from the
         ticket."""
-        sent = body | {"stream": True, "stream_options": {"include_usage": True}}
+        options = {"include_usage": True} | ({"include_progress": True} if self.is_mlxkv else {})
+        sent = body | {"stream": True, "stream_options": options}
         return RemoteTicket(self, json.dumps(sent, ensure_ascii=False).encode("utf-8"))
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -208,22 +218,17 @@ class RemoteTicket:
     # the thread that asked
 
     def _line(self, line: bytes) -> Iterator[Event | Thought]:
-        if line.startswith(b":"):
-            told = _PROGRESS.search(line.decode("utf-8", "replace"))
-            if told and self._first is None:
-                done, total = (int(number.replace(",", "")) for number in told.groups())
-                if not self._started:
-                    self._started = True
-                    yield Started(total, done)
-                yield Progress(done, total)
-            return
         if not line.startswith(b"data:"):
             return
         chunk = _object(line[5:]) or self._remote._strange(line)
         if "error" in chunk:
             raise _error(500, chunk, None, self._remote.url)
         self._usage = _dict(chunk.get("usage")) or self._usage
-        self._extra = _dict(chunk.get("mlxkv")) or self._extra
+        told = _dict(chunk.get("mlxkv"))
+        if progress := _dict(told.get("progress")):
+            yield from self._progress(_count(progress.get("done")), _count(progress.get("total")))
+        else:
+            self._extra = told or self._extra
         choices = chunk.get("choices")
         choice = _dict(choices[0]) if isinstance(choices, list) and choices else {}
         delta = _dict(choice.get("delta"))
@@ -237,6 +242,12 @@ class RemoteTicket:
             self._text += text
             yield Delta(text, [])
         self._finish = choice.get("finish_reason") or self._finish
+
+    def _progress(self, done: int, total: int) -> Iterator[Event]:
+        if not self._started:
+            self._started = True
+            yield Started(total, done)
+        yield Progress(done, total)
 
     def _completion(self) -> Completion:
         """With the server's own numbers; of a server that tells no timings, those that were seen from here."""
@@ -268,7 +279,7 @@ _LIKE = "It looks like http://127.0.0.1:8642."
 
 def _error(status: int, body: dict[str, Any] | None, retry: str | None, url: str) -> MlxkvError:
     found = _dict((body or {}).get("error"))
-    message = found.get("message")
+    message = found.get("message") or (body or {}).get("reason")  # /ready has no error, but a reason
     text = printable(message) if isinstance(message, str) and message else f"{url} answered with status {status}."
     code = found.get("code")
     if status in (401, 403):

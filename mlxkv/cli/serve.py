@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import ConfigError, DeviceError
+from .awake import awake
 from .options import (
     ACCESS,
     ADDRESS,
     DRAFTS,
     ENGINE,
     INTERRUPTED,
+    LIFE,
     LIMITS,
     MANY,
     MODEL,
@@ -40,10 +42,10 @@ if TYPE_CHECKING:
     from ..serve.registry import Entry
 
 #: settings that a running process cannot take over
-FIXED = ("host", "port", "numerics", "blas", "wired", "log_json")
+FIXED = ("host", "port", "numerics", "blas", "wired", "log_json", "log_file")
 
 
-@command(MODEL, MODELS, ADDRESS, ACCESS, LIMITS, SAMPLING, ENGINE, MANY, DRAFTS, SALT)
+@command(MODEL, MODELS, ADDRESS, ACCESS, LIMITS, LIFE, SAMPLING, ENGINE, MANY, DRAFTS, SALT)
 def serve(flags: Flags) -> None:
     """Serve models over HTTP, as OpenAI's and Anthropic's APIs do. The sampling options, and the salt, are what a
     request gets that names none. SIGTERM drains and stops, SIGHUP reads the settings again."""
@@ -51,7 +53,7 @@ def serve(flags: Flags) -> None:
     if settings.system:
         warn("a system prompt is set; the server does not add it to requests.")
     settings.api_keys()  # what is wrong with a setting is told before a socket is opened
-    with listen(settings) as listener:
+    with listen(settings) as listener, awake(settings.keep_awake):
         asyncio.run(_Process(flags, settings, listener).run())
 
 
@@ -66,7 +68,7 @@ class _Process:
         from ..serve.offer import limits_of, raise_open_files, registry_of, safety_of
         from .start import quiet_libraries
 
-        log.configure(settings.log_json)
+        log.configure(settings.log_json, file=settings.log_file)
         quiet_libraries()
         self.flags, self.settings, self.listener = flags, settings, listener
         self._limits_of, self._registry_of, self._safety_of = limits_of, registry_of, safety_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -28,8 +29,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done
 _PLACES = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "HF_HOME", "HF_HUB_CACHE")
 #: variables that are about the command line, not the server
 _NOT_ITS = ("MLXKV_URL", "MLXKV_PYTHON", "MLXKV_VENV")
-#: settings that no argument of a process and no screen should show
-_SECRET = ("api_key", "cache_salt")
 #: lines of a log that ``status`` shows of a service that does not run
 TAIL = 5
 
@@ -48,12 +47,12 @@ def _group() -> None:
 @command()
 def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> None:
     """Start mlxkv serve now, at each login, and again when it fails. Installing again changes its options."""
-    from ..config import Settings
+    from ..config import SECRET, Settings
     from .service_manager import manager
 
     given, options = _serve_options(context.args)
     settings = Settings.load(given)
-    for key in _SECRET:
+    for key in SECRET:
         if key in given:
             raise ConfigError(
                 f"--{key.replace('_', '-')} would be seen by everybody who lists processes.",
@@ -62,7 +61,7 @@ def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> No
     if settings.port == 0:
         raise ConfigError("A service has a port of its own.", "Give one with --port.")
     _check_model(settings)
-    job = _job(_typed(given, options))
+    job = _job(_typed(given, options), settings)
     keeper = manager()
     if dry_run:
         typer.echo(f"# {keeper.path}")
@@ -74,7 +73,7 @@ def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> No
     _put(keeper, job)
     typer.echo(f"Installed and started: {keeper.path}")
     typer.echo(f"It will answer at {_url(settings)} once its model is loaded; mlxkv service status says when.")
-    typer.echo(f"Its log: {job.log}")
+    typer.echo(f"Its log: {settings.log_file or job.errors.with_suffix('.log')}")
     if sys.platform == "linux":
         typer.echo("It ends when you log out, unless `loginctl enable-linger` was run once.")
 
@@ -109,14 +108,23 @@ def status(flags: Flags, as_json: AsJson = False) -> None:
 
     keeper = manager()
     found: dict[str, Any] = {"installed": keeper.path.exists(), "file": str(keeper.path), "running": False}
-    found |= {"pid": None, "exit": None, "state": None, "url": None, "ready": False, "reason": None, "log": None}
+    found |= {
+        "pid": None,
+        "exit": None,
+        "state": None,
+        "url": None,
+        "ready": False,
+        "reason": None,
+        "log": None,
+        "errors": None,
+    }
     job = settings = None
     if found["installed"]:
         job, settings = _installed(keeper)
         keeper.check()
         now = keeper.state()
         found |= {"running": now.running, "pid": now.pid, "exit": now.exit, "state": now.word}
-        found |= {"url": _url(settings), "log": str(job.log)}
+        found |= {"url": _url(settings), "log": str(settings.log_file), "errors": str(job.errors)}
         found["ready"], found["reason"] = _ask(settings)
     if as_json:
         from .render import print_json
@@ -138,7 +146,7 @@ def _show(found: Mapping[str, Any]) -> None:
     typer.echo(f"address  {found['url']}: {'ready' if found['ready'] else found['reason']}")
     typer.echo(f"log      {found['log']}")
     if not found["running"]:
-        for line in _tail(Path(found["log"])):
+        for line in _tail(Path(found["errors"])):
             typer.echo(paint(f"  {line}", "2"), err=True)
 
 
@@ -193,10 +201,10 @@ def _from_here(key: str, value: str) -> str:
     return value
 
 
-def _job(typed: list[str]) -> Job:
+def _job(typed: list[str], settings: Settings) -> Job:
     """What the service runs, and its environment."""
     from ..config import OTHER_VARIABLES, log_dir
-    from .service_job import Job
+    from .service_job import WRITING, Job
 
     environment = {name: os.environ[name] for name in _PLACES if os.environ.get(name)}
     for name, value in sorted(os.environ.items()):
@@ -206,9 +214,11 @@ def _job(typed: list[str]) -> Job:
             key = name.removeprefix("MLXKV_").lower()
             if not key.startswith("test_"):
                 environment[name] = _from_here(key, value)
-    log = log_dir() / "serve.log"
-    job = Job((*_executable(), "serve", *typed), log, environment)
-    for text in (*job.command, *environment.values(), str(log)):
+    folder = log_dir()
+    if settings.log_file is None:
+        typed = [*typed, f"--log-file={folder / 'serve.log'}"]
+    job = Job((*_executable(), "serve", *typed), folder / "serve.err", environment, math.ceil(settings.grace) + WRITING)
+    for text in (*job.command, *environment.values(), str(job.errors)):
         if not text.isprintable():
             raise ConfigError(f"{text!r} has a character that a service's file cannot hold.", "Leave it out.")
     return job
@@ -232,7 +242,8 @@ def _put(keeper: Manager, job: Job) -> None:
 
     try:
         before = keeper.path.read_bytes() if keeper.path.exists() else None
-        job.log.parent.mkdir(parents=True, exist_ok=True)
+        job.errors.parent.mkdir(parents=True, exist_ok=True)
+        job.errors.write_bytes(b"")  # what an earlier one said is of no use any more
         keeper.path.parent.mkdir(parents=True, exist_ok=True)
         write_private(keeper.path, keeper.text(job))
     except OSError as error:
@@ -273,8 +284,9 @@ def _ask(settings: Settings) -> tuple[bool, str | None]:
     """Whether the server is ready, and if it is not, why."""
     from .remote import Remote
 
+    keys = settings.api_keys()
     try:
-        Remote(_url(settings), settings.api_key).get("/ready")
+        Remote(_url(settings), keys[0] if keys else None).get("/ready")
     except MlxkvError as error:
         return False, error.message
     return True, None
@@ -282,11 +294,11 @@ def _ask(settings: Settings) -> tuple[bool, str | None]:
 
 def _without_secrets(job: Job) -> Job:
     """For people to see."""
-    from ..config import ALIASES
+    from ..config import ALIASES, SECRET
 
     def shown(name: str, value: str) -> str:
         key = name.removeprefix("MLXKV_").lower()
-        return "…" if ALIASES.get(key, key) in _SECRET else value
+        return "…" if ALIASES.get(key, key) in SECRET else value
 
     return replace(job, environment={name: shown(name, value) for name, value in job.environment.items()})
 

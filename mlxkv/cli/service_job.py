@@ -11,17 +11,19 @@ from typing import Any
 
 from ..errors import ConfigError
 
-#: seconds from SIGTERM to SIGKILL: running answers end, and what waits for the disk is written
-STOP_SECONDS = 90
+#: seconds from SIGTERM to SIGKILL, beside those that running answers have: what waits for the disk is written
+WRITING = 60
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command with its environment. ``log``: where all that it says goes."""
+    """A command with its environment. ``errors``: the file that stdout and stderr go to. ``stop_s``: seconds that it
+    has to end."""
 
     command: tuple[str, ...]
-    log: Path
+    errors: Path
     environment: dict[str, str] = field(default_factory=dict)
+    stop_s: int = WRITING
 
     def plist(self, label: str) -> bytes:
         """For launchd: started at login, and again when it fails, not when it was stopped. ``Interactive``: at full
@@ -35,11 +37,11 @@ class Job:
                 "RunAtLoad": True,
                 "KeepAlive": {"SuccessfulExit": False},
                 "ThrottleInterval": 30,
-                "ExitTimeOut": STOP_SECONDS,
+                "ExitTimeOut": self.stop_s,
                 "ProcessType": "Interactive",
                 "Umask": 0o077,
-                "StandardOutPath": str(self.log),
-                "StandardErrorPath": str(self.log),
+                "StandardOutPath": str(self.errors),
+                "StandardErrorPath": str(self.errors),
             },
             sort_keys=False,
         )
@@ -61,11 +63,11 @@ class Job:
             "Restart=on-failure",
             "RestartSec=10",
             "RestartPreventExitStatus=2 3",
-            f"TimeoutStopSec={STOP_SECONDS}",
+            f"TimeoutStopSec={self.stop_s}",
             "KillMode=mixed",
             "UMask=0077",
-            f"StandardOutput=append:{_percent(str(self.log))}",
-            f"StandardError=append:{_percent(str(self.log))}",
+            f"StandardOutput=append:{_percent(str(self.errors))}",
+            f"StandardError=append:{_percent(str(self.errors))}",
             "",
             "[Install]",
             "WantedBy=default.target",
@@ -85,7 +87,10 @@ def _from_plist(data: bytes) -> Job:
     try:
         found: dict[str, Any] = plistlib.loads(data)
         return Job(
-            tuple(found["ProgramArguments"]), Path(found["StandardErrorPath"]), found.get("EnvironmentVariables", {})
+            tuple(found["ProgramArguments"]),
+            Path(found["StandardErrorPath"]),
+            found.get("EnvironmentVariables", {}),
+            int(found.get("ExitTimeOut", WRITING)),
         )
     except (plistlib.InvalidFileException, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no property list of mlxkv's ({error})") from None
@@ -95,7 +100,7 @@ def _from_plist(data: bytes) -> Job:
 
 def _from_unit(text: str) -> Job:
     command: tuple[str, ...] = ()
-    log, environment = "", {}
+    errors, environment, stop = "", {}, WRITING
     for line in text.splitlines():
         key, _, value = line.partition("=")
         if key == "ExecStart":
@@ -104,11 +109,13 @@ def _from_unit(text: str) -> Job:
             for pair in _unquoted(value, dollars=False):
                 name, _, text = pair.partition("=")
                 environment[name] = text
+        elif key == "TimeoutStopSec":
+            stop = int(value)
         elif key == "StandardError":
-            log = value.removeprefix("append:").replace("%%", "%")
-    if not command or not log:
+            errors = value.removeprefix("append:").replace("%%", "%")
+    if not command or not errors:
         raise ValueError("no unit of mlxkv's")
-    return Job(command, Path(log), environment)
+    return Job(command, Path(errors), environment, stop)
 
 
 def _percent(text: str) -> str:

@@ -14,7 +14,10 @@ from typing import Protocol
 
 from ..config import config_home
 from ..errors import ConfigError, MlxkvError
-from .service_job import STOP_SECONDS, Job
+from .service_job import Job
+
+#: seconds that a manager may take, for the server that it stops
+PATIENCE = 600
 
 LABEL = "local.mlxkv.serve"
 UNIT = "mlxkv.service"
@@ -112,7 +115,7 @@ class Launchd:
             return
         _must(self.commands("uninstall")[0])
         # bootout may come back before the process has ended
-        until = time.monotonic() + STOP_SECONDS + 10
+        until = time.monotonic() + PATIENCE
         while self._loaded():
             if time.monotonic() > until:
                 raise ServiceError(f"{LABEL} does not end.", "See its log, and try again.")
@@ -198,7 +201,7 @@ def _run(command: list[str]) -> tuple[int, str]:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=STOP_SECONDS + 30,
+            timeout=PATIENCE,
         )
     except subprocess.TimeoutExpired:
         return 124, f"{command[0]} did not answer"

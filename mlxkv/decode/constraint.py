@@ -154,6 +154,11 @@ def allows(mask: np.ndarray, token: int) -> bool:
     return 0 <= token < 32 * len(mask) and bool(mask[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
 
 
+def free(mask: np.ndarray) -> bool:
+    """Whether a mask allows everything."""
+    return bool((mask == 0xFFFFFFFF).all())
+
+
 def apply(logits: mx.array, mask: np.ndarray) -> mx.array:
     """``logits`` [1, vocabulary], float, with -inf where ``mask`` (packed) forbids the token. Lazy."""
     bits = np.unpackbits(mask.view(np.uint8), count=logits.shape[-1], bitorder="little")

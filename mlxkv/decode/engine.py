@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .. import numerics
-from ..errors import DeviceError, EngineBusy, EngineClosed, EngineError, MlxkvError, ModelError, QueueFull
+from ..errors import (
+    DeviceError,
+    EngineBusy,
+    EngineClosed,
+    EngineError,
+    MlxkvError,
+    ModelError,
+    QueueFull,
+    RequestCancelled,
+)
 from .options import EngineInfo, Options
 from .preparing import Prepared, Words
 from .request import Request, SamplingParams
@@ -170,6 +179,7 @@ class Engine:
         self._max_queue = max_queue
         self._queue: deque[Ticket] = deque()
         self._asked: deque[_Question] = deque()
+        self._live: dict[Ticket, None] = {}  # all that have not ended, in order
         self._status = Status()
         self._watchdog = Watchdog(watchdog_s)
         self._closing = False
@@ -202,6 +212,7 @@ class Engine:
     def submit(self, request: Request) -> Ticket:
         """Queue a request. Raises EngineClosed, QueueFull."""
         ticket = Ticket(request)
+        ticket.on_end = self._forget
         with self._wake:
             if self._unhealthy is not None:
                 raise EngineClosed(f"The engine takes no requests: {self._unhealthy}.", "Start it again.")
@@ -211,16 +222,29 @@ class Engine:
                 raise EngineClosed("The engine's thread does not run in this process.", "Start an engine here.")
             waiting = len(self._queue) + self._status.queued + self._status.waiting
             if waiting >= self._max_queue:
+                waiting -= self._give_way()
+            if waiting >= self._max_queue:
                 raise QueueFull(f"{waiting} requests wait already.", "Try again later.")
+            self._live[ticket] = None
             self._queue.append(ticket)
             self._wake.notify_all()
         return ticket
 
+    def _give_way(self) -> int:
+        """Who is queued and wants no answer any more leaves, though the loop may be busy; how many they are."""
+        gone = [ticket for ticket in self._queue if ticket.cancelled]
+        for ticket in gone:
+            self._queue.remove(ticket)
+            ticket.fail(RequestCancelled("The request was cancelled before it started."))
+        return len(gone)
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._live.pop(ticket, None)
+
     def prepare(self, request: Request, fits: bool = True) -> Prepared:
         """Render, tokenise and check a request and compile its grammar, beside whatever the engine does. ``submit`` it
-        with what comes back as its ``prepared``, and that is not done again. fits: the context must have room for it;
-        what does not fit can be counted only. Raises RequestError for all that is wrong with it, but for what is not
-        known before its turn (memory)."""
+        with what comes back as its ``prepared``, and that is not done again. fits: context and memory must have room
+        for it; what does not fit can be counted only. Raises RequestError for all that is wrong with it."""
         return self._words.prepare(request, fits)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -260,9 +284,10 @@ class Engine:
             return Health(reason or self._watchdog.reason, now.active, now.queued + now.waiting)
 
     def status(self) -> Status:
-        """What it is doing now, as of its last turn."""
+        """What it is doing now, as of its last turn; ``rows`` as of this moment."""
         with self._wake:
-            return self._now()
+            rows = tuple(ticket.row(self._words.context_length) for ticket in list(self._live))
+            return replace(self._now(), rows=rows)
 
     def _now(self) -> Status:
         return replace(self._status, queued=self._status.queued + len(self._queue))
@@ -297,13 +322,19 @@ class Engine:
 
     def _main(self) -> None:
         try:
-            from .runtime import open_runtime  # imports MLX, which belongs to this thread
+            from .needs import Limits  # imports MLX, which belongs to this thread
+            from .runtime import open_runtime
 
             runtime, self.info = open_runtime(self._options)
             self.tokenizer = runtime.tokenizer
             shared(runtime.tokenizer)
             self._words = Words(
-                runtime.tokenizer, frozenset(runtime.eos), runtime.vocab_size, runtime.context_length, runtime.grammars
+                runtime.tokenizer,
+                frozenset(runtime.eos),
+                runtime.vocab_size,
+                runtime.context_length,
+                runtime.grammars,
+                Limits.of(runtime).refuse,
             )
             limit = runtime.memory.limit
             self._status = Status(memory=runtime.memory.ledger(), memory_limit=limit)  # there before anybody can ask
@@ -331,6 +362,7 @@ class Engine:
                 question.refuse(EngineClosed("The engine was closed."))
             if runtime.store is not None:
                 runtime.store.close()
+            self._words = replace(self._words, refuse=lambda prompt_tokens, answer_tokens: None)  # its books go too
             del runtime
             leave_device()
 

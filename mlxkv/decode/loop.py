@@ -17,7 +17,7 @@ from ..cache.planner import Plan
 from ..cache.restoring import Restoring
 from ..cache.state import SequenceState
 from ..cache.status import StoreStatus
-from ..errors import EngineClosed, EngineError, MlxkvError
+from ..errors import EngineClosed, EngineError, MlxkvError, RequestCancelled
 from .batched import Batched
 from .group import Group
 from .handoff import Event, Handoff, Picture, State
@@ -304,7 +304,7 @@ class Loop:
         while self.tickets:
             ticket = self.tickets.popleft()
             if ticket.cancelled:
-                ticket.fail(EngineError("The request was cancelled before it started."))
+                ticket.fail(RequestCancelled("The request was cancelled before it started."))
                 continue
             try:
                 sequence = Sequence(self.rt, ticket)
@@ -319,8 +319,11 @@ class Loop:
 
     def _leave(self) -> None:
         """Who no longer wants an answer goes, with all that was held for it. Rows notice at their next token."""
+        for ticket in [t for t in self.tickets if t.cancelled]:
+            self.tickets.remove(ticket)
+            ticket.fail(RequestCancelled("The request was cancelled before it started."))
         for sequence in [s for s in self.waiting if s.cancelled()]:
-            self._fail(sequence, EngineError("The request was cancelled before it started."))
+            self._fail(sequence, RequestCancelled("The request was cancelled before it started."))
         for sequence in [s for s in (*self.restoring, *self.prefills) if s.cancelled()]:
             self._cancel(sequence)
 
@@ -329,7 +332,7 @@ class Loop:
         try:
             if sequence in self.restoring:
                 self.restoring.pop(sequence).cancel()
-                sequence.fail(EngineError("The request was cancelled before it started."))
+                sequence.fail(RequestCancelled("The request was cancelled before it started."))
             elif sequence in self.prefills:
                 prefill = self.prefills.pop(sequence)
                 mx.eval(prefill.state.live())

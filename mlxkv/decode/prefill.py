@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..cache.inside import Inside
 from ..cache.state import SequenceState
+from .prompt_logprobs import CHUNK_BYTES, rows_of
 from .request import Progress
 from .sequence import Sequence
 
@@ -33,8 +34,14 @@ class Prefill:
         """One forward over at most ``most`` tokens, evaluated, and what the store keeps of it; how many there were."""
         seq, state, rt = self.sequence, self.state, self.sequence.rt
         started, before = time.monotonic(), state.position
+        tells = seq.prompt_logprobs is not None
+        if tells:
+            most = min(most, rows_of(CHUNK_BYTES, rt.vocab_size))
         end, inside = rt.split.segment(state.position, self._edges, most)
-        left = self._segment(end, inside)
+        logits, left = self._segment(end, inside)
+        if tells:
+            seq.tell_prompt(logits[0])
+        logits = None  # else they keep what they would be computed from
         mx.eval(state.live())
         if seq.recorder is not None:
             seq.recorder.flush(left, self._roles)
@@ -49,18 +56,19 @@ class Prefill:
         seq.ticket.put(Progress(state.position, len(seq.prompt.tokens)))
         return state.position - before
 
-    def _segment(self, end: int, inside: tuple[int, ...]) -> Inside | None:
-        """One forward up to ``end``, and what its layers left at the boundaries ``inside`` it."""
+    def _segment(self, end: int, inside: tuple[int, ...]) -> tuple[mx.array, Inside | None]:
+        """One forward up to ``end``: its logits [1, n, V], lazily, and what its layers left at the boundaries
+        ``inside`` it."""
         rt, state = self.sequence.rt, self.state
         ids = self._ids[state.position : end]
         if not inside:
-            rt.model(ids[None], cache=state.caches)
+            logits = rt.model(ids[None], cache=state.caches)
             state.advance(ids.size)
-            return None
+            return logits, None
         with rt.spans.inside(state.position, end, inside) as left:
-            rt.model(ids[None], cache=state.caches)
+            logits = rt.model(ids[None], cache=state.caches)
         state.advance(ids.size)
-        return left
+        return logits, left
 
     def _boundary(self, role: str) -> None:
         if self.sequence.recorder is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import RequestError
 from ..messages import check_text, normalise
 from .request import Request
+from .template import Template, refusal
 from .text import decode, plain
 
 #: with more messages than this, older ends are kept at doubling distances only: rendering and states stay affordable
@@ -142,24 +143,15 @@ class _Answer:
 def _render(request: Request, tokenizer: Any) -> Rendered:
     messages = normalise(request.messages, token_ids=True)
     known = [m.pop("token_ids", None) for m in messages]
-    if getattr(tokenizer, "chat_template", None) is None and not getattr(tokenizer, "has_chat_template", False):
-        raise RequestError(
-            "This model has no chat template, so messages cannot be rendered.",
-            "Send a raw prompt (--raw on the command line), or use an instruct model.",
-            param="messages",
-        )
-
-    def render(some: list[dict[str, Any]], generate: bool) -> str:
-        return tokenizer.apply_chat_template(
-            some, tools=request.tools, tokenize=False, add_generation_prompt=generate, **request.template_kwargs
-        )
-
+    template = Template(tokenizer, request.tools, request.template_kwargs)
+    render = template.render
     try:
         whole = _continued(messages, render, tokenizer) if request.continue_final else render(messages, True)
     except RequestError:
         raise
     except Exception as e:  # templates raise what they like
-        raise RequestError(f"The model's chat template refuses these messages: {e}", param="messages") from e
+        raise refusal(e) from e
+    template.check(messages, whole)
 
     def common(some: list[dict[str, Any]], generate: bool = False) -> int:
         """Characters of ``whole`` that the rendering of ``some`` agrees with; 0 where the template refuses ``some``."""

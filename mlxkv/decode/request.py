@@ -209,6 +209,8 @@ class Request:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 0 <= value <= most):
                 raise RequestError(f"{name} is {value!r}.", f"It must be {allowed}.", param=name)
+        if self.deadline is not None and not math.isfinite(self.deadline):
+            raise RequestError(f"deadline is {self.deadline!r}.", "It must be a moment.", param="deadline")
         object.__setattr__(self, "tokens", copy.copy(self.tokens))
         for name in ("messages", "tools", "template_kwargs"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))

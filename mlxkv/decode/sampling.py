@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from .constraint import Constraint, Scout, apply
+from .constraint import Constraint, Scout, apply, free
 from .counts import Counts, Seen
 from .filters import min_p, top_k, top_p
 from .request import SamplingParams, TokenLogprob
@@ -138,6 +138,8 @@ class Sampler:
         return self._place(drafts, allowed)
 
     def _place(self, drafts: list[int], allowed: np.ndarray | None) -> Place:
+        if allowed is not None and free(allowed):
+            allowed = None
         return Place(
             self._index + len(drafts),
             None if self._recent is None else self._recent.seen(drafts),
@@ -284,11 +286,14 @@ def report(logits: mx.array, token: mx.array, n: int) -> Report:
 
 
 def told(token: int, report: Report) -> TokenLogprob:
-    def finite(value: float) -> float:
-        return value if math.isfinite(value) else UNLIKELY
+    top = () if report.top is None else likeliest(*(a.tolist() for a in report.top))  # type: ignore[arg-type]
+    return TokenLogprob(token, finite(report.logprob.item()), top)  # type: ignore[arg-type]
 
-    top: list[tuple[int, float]] = []
-    if report.top is not None:
-        ids, values = (a.tolist() for a in report.top)
-        top = [(i, finite(v)) for v, i in sorted(zip(values, ids, strict=True), key=lambda t: (-t[0], t[1]))]  # type: ignore[arg-type]
-    return TokenLogprob(token, finite(report.logprob.item()), tuple(top))  # type: ignore[arg-type]
+
+def likeliest(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
+    """Tokens and log-probabilities as TokenLogprob.top has them, of those in any order."""
+    return tuple((i, finite(v)) for v, i in sorted(zip(values, ids, strict=True), key=lambda t: (-t[0], t[1])))
+
+
+def finite(value: float) -> float:
+    return value if math.isfinite(value) else UNLIKELY

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 
+import mlx.core as mx
+
 from ..cache.lookup import Lookup
 from ..cache.planner import Plan
 from ..cache.policy import LADDER_GAP, ladder
@@ -13,7 +15,8 @@ from ..cache.state import SequenceState
 from ..cache.store import PrefixStore
 from ..errors import MlxkvError, RequestError
 from .preparing import limit
-from .prompt import Prompt, build
+from .prompt import Prompt, Rendered, tokenised
+from .prompt_logprobs import told
 from .request import (
     CacheReport,
     Completion,
@@ -30,6 +33,7 @@ from .request import (
 from .runtime import Runtime
 from .sampling import Sampler
 from .text import Detokenizer, StopStrings
+from .thinking import bounded
 from .ticket import Caller
 from .tracking import Marks
 
@@ -44,18 +48,25 @@ class Sequence:
 
     def __init__(self, runtime: Runtime, ticket: Caller) -> None:
         self.rt, self.ticket, self.request = runtime, ticket, ticket.request
-        self.store: PrefixStore | None = runtime.store if self.request.use_cache else None
-        self.prompt = self._prompt()
+        # a restored prompt has no logits, and a part of it would have the wrong ones
+        stored = self.request.use_cache and self.request.prompt_logprobs is None
+        self.store: PrefixStore | None = runtime.store if stored else None
+        self.prompt, rendered = self._prompt()
         most = limit(self.request, self.prompt, runtime.vocab_size, runtime.context_length)
         #: tokens that may be sampled
         self.limit = 2**31 - 1 if most is None else most
         grammar = self.request.grammar
         constraint = runtime.grammars.constraint(grammar) if grammar is not None else None
+        constraint = bounded(self.request, rendered, constraint, runtime.vocab_size, runtime.eos)
         self.sampler = Sampler(self.request.sampling, self.prompt.tokens, runtime.vocab_size, constraint)
         #: the prompt, then sampled tokens that were or will be processed
         self.tokens = list(self.prompt.tokens)
         self.sampled: list[int] = []
         self.logprobs: list[TokenLogprob] | None = [] if self.request.sampling.logprobs else None
+        #: of the prompt's tokens that were read so far
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if self.request.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
         self.text = ""
         self.recorder: Recorder | None = None
         self.over = False
@@ -68,12 +79,13 @@ class Sequence:
 
     # the prompt
 
-    def _prompt(self) -> Prompt:
-        """The request's prompt, in which answers that the store remembers stand as their own ids."""
+    def _prompt(self) -> tuple[Prompt, Rendered]:
+        """The request's prompt, in which answers that the store remembers stand as their own ids, and its text."""
         store, salt = self.store, self.request.salt
         find = (lambda ids, text: store.answer_ids(ids, text, salt)) if store else (lambda ids, text: None)
         try:
-            return build(self.request, self.rt.tokenizer, self.rt.eos, find)
+            rendered = Rendered.of(self.request, self.rt.tokenizer)
+            return tokenised(rendered, self.rt.eos, find), rendered
         except MlxkvError:
             raise
         except Exception as e:  # whatever a tokenizer raises is no failure of the device
@@ -102,6 +114,13 @@ class Sequence:
         return position == Marks(first).last(position) and position - self.end >= min(LADDER_GAP, first)
 
     # its way
+
+    def tell_prompt(self, logits: mx.array) -> None:
+        """``logits``: [n, V], of the n prompt tokens that come next."""
+        assert self.prompt_logprobs is not None and self.request.prompt_logprobs is not None
+        at = len(self.prompt_logprobs)
+        tokens = self.prompt.tokens[at : at + logits.shape[0]]
+        self.prompt_logprobs += told(logits, tokens, self.request.prompt_logprobs)
 
     def begin(self, state: SequenceState, lookup: Lookup, plan: Plan) -> None:
         """The state that the look-up found, or a fresh one, is there."""
@@ -155,8 +174,8 @@ class Sequence:
             self.sampler.advance(token)
         reason: FinishReason | None = None
         piece = "" if ended else self._stops.feed(self._detokenizer.feed(token))
-        self._cut = self._stops.hit
-        if ended or self._stops.hit or self.sampler.done:
+        self._cut = self._stops.hit is not None
+        if ended or self._cut or self.sampler.done:
             reason = "stop"
         elif last:
             reason = "length"
@@ -164,10 +183,10 @@ class Sequence:
             reason = "cancelled"
         if reason is None:
             self.tokens.append(token)
-        elif not self._stops.hit:
+        elif not self._cut:
             piece += self._stops.feed(self._detokenizer.finish())
             piece += self._stops.finish()
-            self._cut = self._stops.hit
+            self._cut = self._stops.hit is not None
         self.text += piece
         return piece, reason
 
@@ -239,4 +258,7 @@ class Sequence:
             ),
             drafts=self.drafts,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            stop=self._stops.hit if reason == "stop" else None,
+            stop_token=self.sampled[-1] if reason == "stop" and self.sampled[-1] in self.rt.eos else None,
         )

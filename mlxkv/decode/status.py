@@ -9,6 +9,24 @@ from ..cache.status import StoreStatus
 
 
 @dataclass(frozen=True)
+class Row:
+    """One request. id: what its caller calls it. state: ``waiting`` (in the queue, for room, or for what is stored of
+    its prompt), ``prefilling``, ``decoding``, or ``leaving``: it is no longer wanted, and goes at the next step edge.
+    age_s: seconds since it came. prompt_tokens: None until they were counted; done_tokens: of these, restored or read
+    so far; cached_tokens: restored. context_left: tokens that the model's context has room for, None where either is
+    unknown."""
+
+    id: str
+    state: str
+    age_s: float
+    prompt_tokens: int | None
+    done_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    context_left: int | None
+
+
+@dataclass(frozen=True)
 class Status:
     """running: answers that decode. prefilling: prompts that are read. restoring: what the store has of a prompt is
     read. waiting: prompts that wait for room. queued: requests that nobody has looked at yet. reserved_bytes: charged
@@ -20,7 +38,7 @@ class Status:
     ``"before > after"``. cycles: steps that verified drafts; drafted, accepted: drafts, of all rows. depth: drafts of
     each row in the latest step, 0 if it was a plain one.
     memory_limit: what the entries of the ledger may come to, bytes. store: the prefix store's own account, None where
-    nothing is kept."""
+    nothing is kept. rows: all requests that have not ended, in the order in which they came, as they are now."""
 
     running: int = 0
     prefilling: int = 0
@@ -44,6 +62,7 @@ class Status:
     depth: int = 0
     memory_limit: int = 0
     store: StoreStatus | None = None
+    rows: tuple[Row, ...] = ()
 
     @property
     def active(self) -> int:

@@ -77,24 +77,26 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 class StopStrings:
-    """Holds back what might be the start of a stop string and cuts the text before the first that is complete."""
+    """Holds back what might be the start of a stop string and cuts the text before the first that is complete: of those
+    that are complete at the same character, the longest."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
-        self.hit = False
+        #: the stop string that was seen
+        self.hit: str | None = None
 
     def feed(self, text: str) -> str:
         """The part of what was fed so far that may be shown now; nothing once a stop string was seen."""
-        if self.hit:
+        if self.hit is not None:
             return ""
         if not self._stops:
             return text
         self._held += text
-        found = [at for s in self._stops if (at := self._held.find(s)) >= 0]
+        found = [(at + len(s), at, s) for s in self._stops if (at := self._held.find(s)) >= 0]
         if found:
-            self.hit = True
-            out, self._held = self._held[: min(found)], ""
+            _, at, self.hit = min(found)
+            out, self._held = self._held[:at], ""
             return out
         keep = max((n for s in self._stops for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import JSONResponse, Response
@@ -15,14 +14,11 @@ from .answer import Answer
 from .anthropic_errors import anthropic_error
 from .anthropic_events import PING, Event, Events, folded
 from .anthropic_schema import CountRequest, MessagesRequest
+from .asking import counted
 from .errors import error_of
-from .parts import Asked, Part
-from .pipeline.reasoning import template_kwargs
+from .parts import Part
 from .server import Serving
 from .sse import EventStream, event
-
-if TYPE_CHECKING:
-    from ..decode.engine import Engine
 
 #: the first version whose form is spoken here; the one before it streamed in another. 2026-10-21 only takes away fields
 #: that this server goes on honouring.
@@ -66,13 +62,7 @@ async def count_tokens(server: Serving, body: CountRequest) -> dict[str, Any]:
     """How many tokens a prompt has, also where the model's context has no room for it."""
     asked = body.to_asked(server)
     async with server.lease(asked.model) as engine:
-        return {"input_tokens": await asyncio.to_thread(_counted, engine, asked)}
-
-
-def _counted(engine: Engine, asked: Asked) -> int:
-    kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
-    request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
-    return engine.prepare(request, fits=False).prompt_tokens
+        return {"input_tokens": await asyncio.to_thread(counted, engine, asked)}
 
 
 class MessagePrinter:

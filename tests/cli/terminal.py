@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 #: what prompt_toolkit says where a prompt begins: bracketed paste is on, the mark is drawn, the cursor is shown
 PROMPT = rb"2004h.*>.*\x1b\[\?25h"
+#: what Rich says where an answer begins, once the prompt is done: the cursor is hidden, something is drawn
+ANSWERING = rb"2004l.*\x1b\[\?25l.{40}"
 
 
 def readable(said: bytes) -> str:

@@ -57,3 +57,16 @@ def test_not_for_what_is_short_nor_unasked_nor_elsewhere(caffeinate, monkeypatch
     with awake():
         pass
     assert caffeinate(0.2) == []
+
+
+@pytest.mark.parametrize(("flags", "expected"), [([], True), (["--let-sleep"], False)])
+def test_a_server_keeps_its_mac_awake(caffeinate, monkeypatch, cli, model, flags, expected):
+    """What it does there is played here."""
+    seen = []
+
+    async def run(self):
+        seen.append(bool(caffeinate(5.0 if expected else 0.2)))
+
+    monkeypatch.setattr("mlxkv.cli.serve._Process.run", run)
+    assert cli("serve", "--port", 0, "--model", model, *flags).code == 0
+    assert seen == [expected]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,10 +13,20 @@ import httpx
 import pytest
 
 from mlxkv.cli import session as sessions
+from mlxkv.cli.remote import Remote
+from mlxkv.decode.request import Finished, Progress, Started
 from tests import tiny
-from tests.cli.terminal import PROMPT, terminal
+from tests.cli.terminal import ANSWERING, PROMPT, terminal
 
 ROOT = Path(__file__).parents[2]
+
+
+KEY = "its-key"
+
+
+@pytest.fixture(autouse=True)
+def key(home, monkeypatch):
+    monkeypatch.setenv("MLXKV_API_KEY", KEY)
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +38,9 @@ def endless(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def url(endless, tmp_path_factory):
     cache = tmp_path_factory.mktemp("served")
-    command = [sys.executable, "-m", "mlxkv.cli", "serve", "--port", "0", "--model", str(endless)]
-    with subprocess.Popen([*command, "--cache-dir", cache], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "mlxkv.cli", "serve", "--port", "0", "--model", str(endless), "--alias", "nick"]
+    environment = os.environ | {"MLXKV_API_KEY": KEY, "MLXKV_PREFILL_CHUNK": "64", "MLXKV_CACHE_DIR": str(cache)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
         found = re.search(r"http://[\d.]+:\d+", said)
@@ -75,6 +87,9 @@ def test_a_session_goes_from_one_to_the_other(cli, url, endless):
 def test_what_cannot_be_is_said_at_once(cli, url):
     unknown = cli("chat", "--url", url, "--model", "nobody", stdin="")
     assert unknown.code == 3 and "'nobody'" in unknown.err and "endless" in unknown.err
+    for key in ("", "another"):
+        keyless = cli("chat", "--url", url, "--api-key", key, stdin="")
+        assert keyless.code == 2 and "key" in keyless.err and "another" not in keyless.err
     own = cli("chat", "--url", url, "--no-cache", "--draft", "off", stdin="")
     assert own.code == 2 and "--no-cache" in own.err and "mlxkv serve" in own.err
     for wrong in ("ftp://127.0.0.1", "http://", "http://a:b@c", "http://[::1", "http://h:x", "http://h/?q"):
@@ -91,6 +106,22 @@ def test_a_model_that_is_not_there_leaves_the_one_that_is(cli, url):
     assert [line["turn"] for line in found.lines] == [1]
 
 
+def test_an_alias_will_do(cli, url):
+    assert cli("chat", "--url", url, "--model", "nick", "--json", "-n", 3, stdin="hello\n").code == 0
+
+
+def test_how_much_of_a_long_prompt_is_read(url):
+    remote = Remote(url, KEY)
+    (name,) = remote.models()
+    asked = {"model": name, "messages": [{"role": "user", "content": "word " * 500}], "max_tokens": 2}
+    first, *came = remote.ask(asked)
+    steps = [event for event in came if isinstance(event, Progress)]
+    assert isinstance(first, Started) and len(steps) > 3
+    assert [step.done for step in steps] == sorted({step.done for step in steps})
+    (finished,) = [event for event in came if isinstance(event, Finished)]
+    assert {step.total for step in steps} == {first.prompt_tokens} == {finished.completion.usage.prompt_tokens}
+
+
 def test_from_the_environment(cli, url, monkeypatch):
     """A model in the settings is one for an engine here; where the server has none of that name, it has its own."""
     monkeypatch.setenv("MLXKV_URL", url)
@@ -103,18 +134,19 @@ def test_on_a_terminal(url, home):
         chat.until(rb"endless at " + url.encode() + rb".*" + PROMPT)
         chat.type("hello\r")
         assert becomes(url, 1)
-        chat.until(rb"2004l.{200}")  # the answer has begun, and would never end
+        chat.until(ANSWERING)  # the answer has begun, and would never end
         chat.type(b"\x03")
         chat.until(rb"Stopping.*cancelled.*" + PROMPT)
         assert becomes(url, 0)
         stats = chat.ask("/stats")
         assert re.search(r"conversation +1 turn, kept as \d{8}-", stats) and url in stats
+        assert re.search(r"requests +0 active, 0 queued", stats) and re.search(r"context +1,000,000 tokens", stats)
         assert "* endless" in chat.ask("/model")
         # Enter is a new line inside quotes
         chat.type('"""one\r')
         chat.until(rb"one.*\n.*\x1b\[\?25h")
         chat.type('two"""\r')
-        chat.until(rb"2004l.{200}")
+        chat.until(ANSWERING)
         assert becomes(url, 1)
         chat.type(b"\x03")
         chat.until(rb"cancelled.*" + PROMPT)

@@ -85,6 +85,10 @@ def delta(finish=None, **fields):
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
 
 
+def progress(done, total):
+    return {"choices": [], "usage": None, "mlxkv": {"progress": {"choice": 0, "done": done, "total": total}}}
+
+
 DONE = "data: [DONE]"
 USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 90}}
 
@@ -101,10 +105,10 @@ def test_everything_a_server_may_tell(server):
     }
     server.stream(
         delta(role="assistant", content=""),
-        ": reading the prompt: 1,024 of 4,000 tokens",
-        ": reading the prompt: 2,048 of 4,000 tokens",
+        progress(1024, 4000),
+        ": ping",
+        progress(2048, 4000),
         delta(reasoning_content="hm"),
-        ": 5 of 6",
         "event: message\nid: 7",
         delta(content="a"),
         delta(content="\N{SNOWMAN}", tool_calls=[]),
@@ -131,6 +135,11 @@ def test_everything_a_server_may_tell(server):
     (path, headers, body) = server.asked[0]
     assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer secret"
     assert body["stream"] and body["stream_options"] == {"include_usage": True} and body["seed"] == 1
+    server.models = [{"id": "toy", "owned_by": "mlxkv"}]
+    remote = Remote(server.url)
+    remote.models()
+    list(remote.ask({}))
+    assert server.asked[-1][2]["stream_options"] == {"include_usage": True, "include_progress": True}
 
 
 def test_a_server_that_tells_little(server):
@@ -223,7 +232,7 @@ def test_servers_without_models(cli, server):
 
 def test_progress_and_reasoning_on_a_terminal(server):
     server.stream(
-        ": reading the prompt: 1,024 of 4,000 tokens",
+        progress(1024, 4000),
         None,
         delta(reasoning_content="**I** \x1b[2Jthink"),
         delta(content="It is *done*."),

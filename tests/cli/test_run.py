@@ -42,7 +42,8 @@ def test_the_json_contract(ask):
     assert found.code == 0
     assert found.out.count("\n") == 1
     answer = found.json
-    assert list(answer) == ["text", "finish_reason", "token_ids", "usage", "cache", "timings", "drafts", "logprobs"]
+    fields = ["text", "finish_reason", "token_ids", "usage", "cache", "timings", "drafts", "logprobs"]
+    assert list(answer) == [*fields, "prompt_logprobs", "stop", "stop_token"]
     assert answer["finish_reason"] == "length" and len(answer["token_ids"]) == 8
     assert answer["usage"].keys() == {"prompt_tokens", "completion_tokens", "cached_tokens"}
     assert answer["usage"]["completion_tokens"] == 8

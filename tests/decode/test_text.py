@@ -38,19 +38,19 @@ def test_complete_characters_only(text):
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut(text, stops, data):
     found = [text.find(s) for s in stops if s in text]
     feeder, out, i = StopStrings(tuple(stops)), "", 0
-    while i < len(text) and not feeder.hit:
+    while i < len(text) and feeder.hit is None:
         step = data.draw(st.integers(1, 5))
         out += feeder.feed(text[i : i + step])
         i += step
-    if not feeder.hit:
+    if feeder.hit is None:
         out += feeder.finish()
-    assert feeder.hit == bool(found)
-    # the first stop string that is complete ends the text; pieces of one that starts earlier may not have arrived yet
-    assert out == text[: len(out)]
+    # the first stop string that is complete ends the text: of those that end at one character the longest
     if not found:
-        assert out == text
+        assert (out, feeder.hit) == (text, None)
     else:
-        assert not any(s in out for s in stops) and any(text.startswith(s, len(out)) for s in stops)
+        end = min(text.find(s) + len(s) for s in stops if s in text)
+        hit = max((s for s in stops if text[:end].endswith(s)), key=len)
+        assert (out, feeder.hit) == (text[: end - len(hit)], hit)
 
 
 def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(tiny_model):
@@ -62,6 +62,7 @@ def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(tiny_model):
     assert stopped.finish_reason == "stop" and stopped.text == plain.text[: plain.text.find(stop)]
     assert "".join(pieces) == stopped.text
     assert len(stopped.token_ids) < 40
+    assert (stopped.stop, stopped.stop_token) == (stop, None) and plain.stop is None
 
 
 def test_the_end_of_text_token_stops_and_is_not_shown(tiny_model, tmp_path):
@@ -75,3 +76,4 @@ def test_the_end_of_text_token_stops_and_is_not_shown(tiny_model, tmp_path):
     assert done.finish_reason == "stop" and done.token_ids[-1] == token and len(done.token_ids) == first + 1
     assert done.text == decode(TOKENIZER, done.token_ids[:-1])
     assert done.usage.completion_tokens == len(done.token_ids)
+    assert (done.stop, done.stop_token) == (None, token)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...decode.grammar import matches
+from ...decode.grammar_text import SPACE
 from ...decode.request import Grammar
 from ...decode.text import plain
 from ...errors import RequestError
@@ -24,7 +25,7 @@ def grammar_for(tools: Tools | None, response: Grammar | None, tokenizer: Any) -
 
     response: what the text of the answer must match. With tools that may be called, the answer is a text that matches
     it, or calls. Functions that say ``strict`` are called as their schemas want it, or not at all. Raises RequestError
-    for tools that this model cannot be asked for, or not so: ``param`` is tools, tool_choice or response_format.
+    for tools that this model cannot be asked for, or not so: ``param`` is tools, tool_choice or grammar.
     """
     if tools is None or tools.choice == "none" or not tools.functions:
         return response
@@ -34,12 +35,12 @@ def grammar_for(tools: Tools | None, response: Grammar | None, tokenizer: Any) -
     strict = any(function.get("strict") is True for function in functions)
     if not must and not strict and response is None:
         return None
-    param = "tool_choice" if must else "response_format" if response is not None else "tools"
+    param = "tool_choice" if must else "grammar" if response is not None else "tools"
     found = form(parser, _template(tokenizer))
     if found is None:
         raise RequestError(
             f"{param} cannot be kept to: how this model writes calls ({parser}) is not known well enough.",
-            "Use tool_choice auto, without strict functions or a response_format.",
+            "Use tool_choice auto, without strict functions and without a format of the response.",
             param=param,
         )
     lark = Lark(tokenizer)
@@ -64,12 +65,27 @@ def grammar_for(tools: Tools | None, response: Grammar | None, tokenizer: Any) -
     )
 
 
+def at_fault(tools: Tools, response: Grammar | None, error: RequestError) -> RequestError:
+    """``error`` of a grammar that ``grammar_for`` made, naming what of them is at fault."""
+    for i, tool in enumerate(tools.functions):
+        try:
+            _readable(tool["function"], f"tools[{i}].function.parameters")
+        except RequestError as found:
+            return found
+    try:
+        if response is not None:
+            matches(response, "")
+    except RequestError as found:
+        return found
+    return RequestError(error.message, error.cure, param="tools")
+
+
 def _readable(function: Mapping[str, Any], param: str) -> None:
-    """Raises RequestError for parameters that the last look at a call could not read (check.py)."""
+    """Raises RequestError for parameters that no grammar can be made of."""
     try:
         matches(Grammar.of({"json_schema": dict(parameters(function))}), "")
     except RequestError as e:
-        raise RequestError(f"{function['name']}: {e.message}", e.cure, param=param) from e
+        raise RequestError(f"{function['name']} has parameters whose {e.message}", e.cure, param=param) from e
 
 
 def _calls(
@@ -104,12 +120,12 @@ def _chosen(tools: Tools) -> list[Mapping[str, Any]]:
 def _answer(lark: Lark, response: Grammar) -> str:
     """A response's grammar as part of another."""
     if response.kind == "json_object":
-        return lark.json({"type": "object"})
+        return lark.json({"type": "object"}, space=SPACE)
     if response.kind == "json_schema":
         try:
-            return lark.json(json.loads(response.text))
+            return lark.json(json.loads(response.text), space=SPACE)
         except (ValueError, RecursionError) as e:
-            raise RequestError(f"grammar (json_schema) cannot be read: {e}.", param="response_format") from e
+            raise RequestError(f"grammar (json_schema) cannot be read: {e}.", param="grammar") from e
     raise RequestError(
         f"A grammar ({response.kind}) and tools that may be called exclude each other.",
         "Set tool_choice to none or required, or ask for JSON.",

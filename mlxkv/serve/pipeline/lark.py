@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...decode.grammar_text import SPACE
 from ...decode.text import plain
 
 #: what only tells people something about a schema
@@ -57,14 +56,15 @@ class Lark:
     def any_of(self, expressions: Sequence[str]) -> str:
         return self.rule(" | ".join(expressions))
 
-    def json(self, schema: Any, root: Mapping[str, Any] | None = None) -> str:
-        """JSON of a schema. ``root``: the schema that has its definitions."""
+    def json(self, schema: Any, root: Mapping[str, Any] | None = None, space: str = " ") -> str:
+        """JSON of a schema. root: the schema that has its definitions. space: what may stand between its tokens, as a
+        regular expression; in a call one blank is enough, and a model cannot lose itself in white space."""
         made = bare(schema)
         made = dict(made) if isinstance(made, Mapping) else ({} if made is True else {"not": {}})
         for name in ("$defs", "definitions"):
             if root is not None and name in root:
                 made.setdefault(name, bare(root)[name])
-        return self.rule("%json " + json.dumps({"x-guidance": {"whitespace_pattern": SPACE}, **made}))
+        return self.rule("%json " + json.dumps({"x-guidance": {"whitespace_pattern": space}, **made}))
 
     def listed(self, items: Sequence[tuple[str, bool]], separator: str = "") -> str:
         """Expressions in their order, of which those with False may be left out, ``separator`` between them."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from ...decode.request import Delta, FinishReason, Grammar, TokenLogprob
 from ...decode.text import Detokenizer
+from ...decode.thinking import Marks
 from ..parts import Arguments, Call, Finish, Part, Reasoning, Text, Thought, Tools
 from .check import check_calls, check_text, held
-from .reasoning import markers, thinking_at_end
 from .splitter import Segment, Splitter
 from .tools import CallFormat, Made
 
@@ -17,27 +17,28 @@ from .tools import CallFormat, Made
 class Pipeline:
     """``feed`` each delta, then ``finish``. Parts carry ``choice``.
 
-    rendered: the prompt's text; whether it ends inside a thought can be told as ``thinking``. A token's log-probability
+    thinking: the prompt ends inside a thought (``Prepared.thinking``). A token's log-probability
     stays with the part that the token's text went to; tokens that are markers, or whose text is not shown, have none.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        rendered: str,
         tools: Tools | None = None,
         reasoning: Reasoning | None = None,
         *,
+        thinking: bool = False,
         choice: int = 0,
-        thinking: bool | None = None,
         response: Grammar | None = None,
     ) -> None:
         """``response``: what the text of an answer without calls must match. Raises RequestError for tools where this
         model's calls cannot be read."""
         calls = CallFormat(tokenizer, tools) if tools is not None and tools.choice != "none" else None
-        inside = thinking_at_end(tokenizer, rendered) if thinking is None else thinking
-        think = markers(tokenizer) if reasoning is None or reasoning.split else None
-        self._splitter = Splitter(think, inside and think is not None, calls, single=bool(tools and not tools.parallel))
+        marks = Marks.of(tokenizer) if reasoning is None or reasoning.split else None
+        think = (marks.start, marks.end) if marks is not None else None
+        self._splitter = Splitter(
+            think, thinking and think is not None, calls, single=bool(tools and not tools.parallel)
+        )
         self._tokens = _Tokens(tokenizer)
         self._choice = choice
         self._tools = tools if calls is not None else None

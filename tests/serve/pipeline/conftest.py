@@ -59,7 +59,7 @@ def deltas(text: str, tokenizer: Any = None) -> list[Delta]:
 
 def through(found: list[Delta], reason: Any = "stop", stop: str | None = None, **options: Any) -> list[Part]:
     """All parts of an answer."""
-    pipeline = Pipeline(options.pop("tokenizer", None) or demo(), options.pop("rendered", ""), **options)
+    pipeline = Pipeline(options.pop("tokenizer", None) or demo(), **options)
     parts = [part for delta in found for part in pipeline.feed(delta)]
     return parts + pipeline.finish(reason, stop)
 

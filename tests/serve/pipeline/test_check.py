@@ -47,7 +47,7 @@ SCHEMA = Grammar.of({"json_schema": {"type": "object", "properties": {"n": {"typ
     ],
 )
 def test_an_answer_is_looked_at_again(text: str, tools: Tools | None, response: Grammar | None, good: bool) -> None:
-    pipeline = Pipeline(demo(), "", tools, response=response)
+    pipeline = Pipeline(demo(), tools, response=response)
     pipeline.feed(Delta(text, []))
     pipeline.finish("stop")
     assert pipeline.bound or good
@@ -57,14 +57,14 @@ def test_an_answer_is_looked_at_again(text: str, tools: Tools | None, response: 
     with pytest.raises(GrammarViolated):
         pipeline.verify()
     for reason, stop in (("length", None), ("stop", "END")):  # cut off: it may be only the start
-        cut = Pipeline(demo(), "", tools, response=response)
+        cut = Pipeline(demo(), tools, response=response)
         cut.feed(Delta(text, []))
         cut.finish(reason, stop)  # type: ignore[arg-type]
         cut.verify()
 
 
 def test_one_call_that_ended_the_answer_is_looked_at() -> None:
-    pipeline = Pipeline(demo(), "", Tools(TOOLS.functions, "required", parallel=False))
+    pipeline = Pipeline(demo(), Tools(TOOLS.functions, "required", parallel=False))
     pipeline.feed(Delta(BAD, []))
     pipeline.finish("cancelled")
     with pytest.raises(GrammarViolated):

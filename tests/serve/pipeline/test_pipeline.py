@@ -40,8 +40,7 @@ ARGUMENTS = '{"city": "Ulm", "days": 2}'
     ],
 )
 def test_thinking_is_told_apart(text: str, inside: bool, want: list[tuple[str, str]] | None) -> None:
-    rendered = "<|im_start|>assistant\n" + ("<think>\n" if inside else "")
-    assert said(through(deltas(text), rendered=rendered)) == (want or [("text", text)])
+    assert said(through(deltas(text), thinking=inside)) == (want or [("text", text)])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_a_call_that_was_cut_off_is_no_call() -> None:
 
 def test_choice_none_and_one_call_only() -> None:
     assert said(through(deltas(CALL), tools=Tools((WEATHER,), "none"))) == [("text", CALL)]
-    pipeline = Pipeline(demo(), "", Tools((WEATHER,), parallel=False), choice=3)
+    pipeline = Pipeline(demo(), Tools((WEATHER,), parallel=False), choice=3)
     parts = [part for delta in deltas(f"{CALL}\n{CALL} more") for part in pipeline.feed(delta)]
     assert pipeline.over and pipeline.calls == 1
     parts += pipeline.finish("cancelled")
@@ -130,7 +129,7 @@ def test_choice_none_and_one_call_only() -> None:
 
 def test_why_a_choice_ended() -> None:
     for text, reason, want in [(CALL, "stop", "tool_calls"), (CALL, "length", "length"), ("Hi", "stop", "stop")]:
-        pipeline = Pipeline(demo(), "", TOOLS)
+        pipeline = Pipeline(demo(), TOOLS)
         for delta in deltas(text):
             pipeline.feed(delta)
         pipeline.finish(reason)  # type: ignore[arg-type]
@@ -140,23 +139,6 @@ def test_why_a_choice_ended() -> None:
 def test_not_told_apart_if_nobody_wants_it() -> None:
     text = "<think>\nLet me see.\n</think>\n\nYes."
     assert said(through(deltas(text), reasoning=Reasoning(split=False))) == [("text", text)]
-
-
-@pytest.mark.parametrize(
-    ("rendered", "inside"),
-    [
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<|im_start|>assistant\n<think>", True),
-        ("<|im_start|>assistant\n<think>\nI begin to", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("<|im_start|>assistant\n", False),
-        ("<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("<|im_start|>user\nWhat is </think>?<|im_end|>\n<|im_start|>assistant\n<think>\n", True),
-    ],
-)
-def test_a_thought_is_open_where_the_prompt_opened_it(rendered: str, inside: bool) -> None:
-    kind = "thought" if inside else "text"
-    assert said(through(deltas("so"), rendered=rendered)) == [(kind, "so")]
 
 
 def test_each_token_stays_with_its_text() -> None:
@@ -213,6 +195,6 @@ def test_however_a_text_is_cut_the_parts_are_the_same(
 def test_a_long_call_is_read_in_one_go() -> None:
     """20,000 pieces; were the whole call looked at again for each of them, this would take minutes."""
     text = CALL.replace("Ulm", "line</" * 40_000)
-    pipeline = Pipeline(demo(), "", TOOLS)
+    pipeline = Pipeline(demo(), TOOLS)
     parts = [p for at in range(0, len(text), 12) for p in pipeline.feed(Delta(text[at : at + 12], []))]
     assert [type(part).__name__ for part in parts] == ["Call", "Arguments"]
