@@ -14,12 +14,11 @@ from .answer import Answer
 from .anthropic_errors import anthropic_error
 from .anthropic_events import PING, Event, Events, folded
 from .anthropic_schema import CountRequest, MessagesRequest
-from .counting import counted
+from .asking import counted
 from .errors import error_of
 from .parts import Part
 from .server import Serving
 from .sse import EventStream, event
-
 
 #: the first version whose form is spoken here; the one before it streamed in another. 2026-10-21 only takes away fields
 #: that this server goes on honouring.

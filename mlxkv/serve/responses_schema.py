@@ -75,6 +75,7 @@ class ResponsesRequest(SamplingFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    client_metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
