@@ -20,7 +20,6 @@ from .parts import Part
 from .server import Serving
 from .sse import EventStream, event
 
-
 #: the first version whose form is spoken here; the one before it streamed in another. 2026-10-21 only takes away fields
 #: that this server goes on honouring.
 OLDEST = "2023-06-01"
