@@ -138,6 +138,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "async_kv_limit": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "memory_limit": (parse_size, "a size such as 16GB or 12GiB"),
     "wired": (parse_size, "a size such as 512MB or 2GiB"),
+    "log_file": (a_path, "a file"),
     "keep_awake": (a_switch, "true or false"),
     "allow_unprotected": (a_switch, "true or false"),
     "numerics": (choice({"fast": "fast", "exact": "exact"}), "fast or exact"),
@@ -220,6 +221,7 @@ class Settings:
     grace: float = 10.0
     keep_awake: bool = True
     log_json: bool = False
+    log_file: Path | None = None
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 
     @classmethod

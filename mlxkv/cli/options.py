@@ -289,6 +289,12 @@ LIMITS = _group(
 LIFE = _group(
     "Process",
     {
+        "log_file": (
+            str | None,
+            ("--log-file",),
+            "Write the log to this file, at most 10 MB and as much of what was before, instead of stderr.",
+            {"metavar": "FILE"},
+        ),
         "keep_awake": (
             bool | None,
             ("--keep-awake/--let-sleep",),

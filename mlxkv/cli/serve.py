@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..serve.registry import Entry
 
 #: settings that a running process cannot take over
-FIXED = ("host", "port", "numerics", "blas", "wired", "log_json")
+FIXED = ("host", "port", "numerics", "blas", "wired", "log_json", "log_file")
 
 
 @command(MODEL, MODELS, ADDRESS, ACCESS, LIMITS, LIFE, SAMPLING, ENGINE, MANY, DRAFTS, SALT)
@@ -68,13 +68,13 @@ class _Process:
         from ..serve.offer import limits_of, raise_open_files, registry_of, safety_of
         from .start import quiet_libraries
 
-        log.configure(settings.log_json)
+        log.configure(settings.log_json, file=settings.log_file)
         quiet_libraries()
         self.flags, self.settings, self.listener = flags, settings, listener
         self._limits_of, self._registry_of, self._safety_of = limits_of, registry_of, safety_of
         self._open_files = raise_open_files()
         self.server = Server(
-            Models(registry_of(settings), self._load, max_loaded=settings.max_loaded),
+            Models(registry_of(settings), self._load, max_loaded=settings.max_loaded, check=check),
             defaults=settings.sampling(),
             use_cache=settings.cache,
             cache_salt=settings.cache_salt,
@@ -147,6 +147,13 @@ class _Process:
     def _ready(self) -> None:
         loaded = self.server.models.engines()
         say_where(self.settings, self.listener, loaded[0][1].info if loaded else None, self.server)
+
+
+def check(entry: Entry) -> None:
+    """Have the files of a model here, and see that they are those of a model. May download. Raises ModelError."""
+    from ..models import folder
+
+    folder.check(folder.resolve(entry.source))
 
 
 def say_where(settings: Settings, listener: socket.socket, info: Any, server: Server) -> None:

@@ -73,7 +73,7 @@ def install(flags: Flags, context: typer.Context, dry_run: DryRun = False) -> No
     _put(keeper, job)
     typer.echo(f"Installed and started: {keeper.path}")
     typer.echo(f"It will answer at {_url(settings)} once its model is loaded; mlxkv service status says when.")
-    typer.echo(f"Its log: {job.log}")
+    typer.echo(f"Its log: {settings.log_file or job.errors.with_suffix('.log')}")
     if sys.platform == "linux":
         typer.echo("It ends when you log out, unless `loginctl enable-linger` was run once.")
 
@@ -108,14 +108,23 @@ def status(flags: Flags, as_json: AsJson = False) -> None:
 
     keeper = manager()
     found: dict[str, Any] = {"installed": keeper.path.exists(), "file": str(keeper.path), "running": False}
-    found |= {"pid": None, "exit": None, "state": None, "url": None, "ready": False, "reason": None, "log": None}
+    found |= {
+        "pid": None,
+        "exit": None,
+        "state": None,
+        "url": None,
+        "ready": False,
+        "reason": None,
+        "log": None,
+        "errors": None,
+    }
     job = settings = None
     if found["installed"]:
         job, settings = _installed(keeper)
         keeper.check()
         now = keeper.state()
         found |= {"running": now.running, "pid": now.pid, "exit": now.exit, "state": now.word}
-        found |= {"url": _url(settings), "log": str(job.log)}
+        found |= {"url": _url(settings), "log": str(settings.log_file), "errors": str(job.errors)}
         found["ready"], found["reason"] = _ask(settings)
     if as_json:
         from .render import print_json
@@ -137,7 +146,7 @@ def _show(found: Mapping[str, Any]) -> None:
     typer.echo(f"address  {found['url']}: {'ready' if found['ready'] else found['reason']}")
     typer.echo(f"log      {found['log']}")
     if not found["running"]:
-        for line in _tail(Path(found["log"])):
+        for line in _tail(Path(found["errors"])):
             typer.echo(paint(f"  {line}", "2"), err=True)
 
 
@@ -205,9 +214,11 @@ def _job(typed: list[str], settings: Settings) -> Job:
             key = name.removeprefix("MLXKV_").lower()
             if not key.startswith("test_"):
                 environment[name] = _from_here(key, value)
-    log = log_dir() / "serve.log"
-    job = Job((*_executable(), "serve", *typed), log, environment, math.ceil(settings.grace) + WRITING)
-    for text in (*job.command, *environment.values(), str(log)):
+    folder = log_dir()
+    if settings.log_file is None:
+        typed = [*typed, f"--log-file={folder / 'serve.log'}"]
+    job = Job((*_executable(), "serve", *typed), folder / "serve.err", environment, math.ceil(settings.grace) + WRITING)
+    for text in (*job.command, *environment.values(), str(job.errors)):
         if not text.isprintable():
             raise ConfigError(f"{text!r} has a character that a service's file cannot hold.", "Leave it out.")
     return job
@@ -231,7 +242,8 @@ def _put(keeper: Manager, job: Job) -> None:
 
     try:
         before = keeper.path.read_bytes() if keeper.path.exists() else None
-        job.log.parent.mkdir(parents=True, exist_ok=True)
+        job.errors.parent.mkdir(parents=True, exist_ok=True)
+        job.errors.write_bytes(b"")  # what an earlier one said is of no use any more
         keeper.path.parent.mkdir(parents=True, exist_ok=True)
         write_private(keeper.path, keeper.text(job))
     except OSError as error:

@@ -17,10 +17,11 @@ WRITING = 60
 
 @dataclass(frozen=True)
 class Job:
-    """A command with its environment. ``log``: where all that it says goes. ``stop_s``: seconds that it has to end."""
+    """A command with its environment. ``errors``: the file that stdout and stderr go to. ``stop_s``: seconds that it
+    has to end."""
 
     command: tuple[str, ...]
-    log: Path
+    errors: Path
     environment: dict[str, str] = field(default_factory=dict)
     stop_s: int = WRITING
 
@@ -39,8 +40,8 @@ class Job:
                 "ExitTimeOut": self.stop_s,
                 "ProcessType": "Interactive",
                 "Umask": 0o077,
-                "StandardOutPath": str(self.log),
-                "StandardErrorPath": str(self.log),
+                "StandardOutPath": str(self.errors),
+                "StandardErrorPath": str(self.errors),
             },
             sort_keys=False,
         )
@@ -65,8 +66,8 @@ class Job:
             f"TimeoutStopSec={self.stop_s}",
             "KillMode=mixed",
             "UMask=0077",
-            f"StandardOutput=append:{_percent(str(self.log))}",
-            f"StandardError=append:{_percent(str(self.log))}",
+            f"StandardOutput=append:{_percent(str(self.errors))}",
+            f"StandardError=append:{_percent(str(self.errors))}",
             "",
             "[Install]",
             "WantedBy=default.target",
@@ -99,7 +100,7 @@ def _from_plist(data: bytes) -> Job:
 
 def _from_unit(text: str) -> Job:
     command: tuple[str, ...] = ()
-    log, environment, stop = "", {}, WRITING
+    errors, environment, stop = "", {}, WRITING
     for line in text.splitlines():
         key, _, value = line.partition("=")
         if key == "ExecStart":
@@ -111,10 +112,10 @@ def _from_unit(text: str) -> Job:
         elif key == "TimeoutStopSec":
             stop = int(value)
         elif key == "StandardError":
-            log = value.removeprefix("append:").replace("%%", "%")
-    if not command or not log:
+            errors = value.removeprefix("append:").replace("%%", "%")
+    if not command or not errors:
         raise ValueError("no unit of mlxkv's")
-    return Job(command, Path(log), environment, stop)
+    return Job(command, Path(errors), environment, stop)
 
 
 def _percent(text: str) -> str:

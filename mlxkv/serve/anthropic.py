@@ -14,7 +14,7 @@ from .answer import Answer
 from .anthropic_errors import anthropic_error
 from .anthropic_events import PING, Event, Events, folded
 from .anthropic_schema import CountRequest, MessagesRequest
-from .counting import counted
+from .asking import counted
 from .errors import error_of
 from .parts import Part
 from .server import Serving

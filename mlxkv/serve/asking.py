@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from ..decode.engine import Engine
 
 
-def prepared(engine: Engine, asked: Asked) -> Request:
-    """The request for ``engine``, rendered, tokenised and its grammar compiled. Any thread; may take a while. Raises
-    RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the engine cannot answer."""
+def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
+    """The request for ``engine``, rendered, tokenised and its grammar compiled. name: what status calls it. Any thread;
+    may take a while. Raises RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the
+    engine cannot answer."""
     if asked.request.prepared is not None:
-        return asked.request
+        return replace(asked.request, name=name)
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
     grammar = asked.request.grammar
@@ -33,14 +34,38 @@ def prepared(engine: Engine, asked: Asked) -> Request:
             reasoning_budget=asked.reasoning.budget,
             grammar=grammar,
             share=asked.n > 1,
+            name=name,
         )
-        return replace(request, prepared=engine.prepare(request))
+        try:
+            return replace(request, prepared=engine.prepare(request))
+        except RequestError as error:
+            if error.param != "grammar" or asked.tools is None or request.grammar is asked.request.grammar:
+                raise
+            raise at_fault(asked.tools, asked.request.grammar, error) from None
     except RequestError as error:
         if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
             error = at_fault(asked.tools, asked.request.grammar, error)
-        if error.param is not None and error.param in asked.names:
-            error.param = asked.names[error.param]
-        raise error
+        raise _named(error, asked) from None
+
+
+def counted(engine: Engine, asked: Asked) -> int:
+    """Tokens of the prompt, also where the context has no room for it. Any thread. Raises RequestError as ``prepared``
+    does."""
+    kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
+    request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
+    try:
+        return engine.prepare(request, fits=False).prompt_tokens
+    except RequestError as error:
+        raise _named(error, asked) from None
+
+
+def _named(error: RequestError, asked: Asked) -> RequestError:
+    """``error``, naming the field as the caller's API does. Of a place in a list that is not the caller's own, the
+    field."""
+    if error.param is not None:
+        field = error.param.partition("[")[0]
+        error.param = asked.names.get(error.param) or asked.names.get(field) or error.param
+    return error
 
 
 def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:

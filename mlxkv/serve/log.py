@@ -5,9 +5,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any, TextIO
+
+from ..errors import ConfigError
+
+#: bytes of a log file at most; about 50,000 requests
+FILE_BYTES = 10 * 2**20
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -29,9 +37,27 @@ class JsonLines(logging.Formatter):
         return json.dumps(made, default=str)
 
 
-def configure(as_json: bool = False, stream: TextIO | None = None) -> None:
-    """Have everything logged to ``stream`` (stderr), once: warnings of others, and what mlxkv itself has to say."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+def configure(as_json: bool = False, stream: TextIO | None = None, file: Path | None = None) -> None:
+    """Have everything logged to ``stream`` (stderr), or to ``file``, once: warnings of others, and what mlxkv itself
+    has to say. A file never outgrows ``FILE_BYTES``; the lines before are in the file of the same name with ``.1``
+    behind it. Raises ConfigError for a file that cannot be written."""
+    handler = logging.StreamHandler(stream or sys.stderr) if file is None else _to_file(file)
     handler.setFormatter(JsonLines() if as_json else logging.Formatter(_FORMAT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mlxkv").setLevel(logging.INFO)
+
+
+class _Private(RotatingFileHandler):
+    """Files that are their owner's alone."""
+
+    def _open(self) -> Any:
+        os.close(os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        return super()._open()
+
+
+def _to_file(path: Path) -> logging.Handler:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _Private(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"The log {path} cannot be written: {error.strerror}.", "Choose another file.") from None

@@ -15,8 +15,8 @@ from ..decode.spelling import Spelling
 from ..errors import RequestError
 from . import responses_input
 from .answer import Answer
+from .asking import counted
 from .chat import extension, logprobs_object
-from .counting import counted
 from .errors import error_of
 from .parts import Asked, Part
 from .responses_output import Event, Output

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from mlxkv.cli.service_job import Job
@@ -100,8 +101,10 @@ def test_a_unit(cli, systemd, asked, home):
     file = home / "config" / "systemd" / "user" / "mlxkv.service"
     assert str(file) in made.out and stat.S_IMODE(file.stat().st_mode) == 0o600
     job = Job.read(file.read_bytes())
-    assert job.command[-4:] == ("serve", "--model=org/name", "--port=4321", "--no-cache")
-    assert job.log == home / "state" / "mlxkv" / "serve.log" and job.log.parent.is_dir()
+    logs = home / "state" / "mlxkv"
+    assert job.command[-5:-1] == ("serve", "--model=org/name", "--port=4321", "--no-cache")
+    assert job.command[-1] == f"--log-file={logs}/serve.log" in job.command
+    assert job.errors == logs / "serve.err" and logs.is_dir()
     found = cli("service", "status", "--json")
     assert found.code == 1 and found.json == {
         "installed": True,
@@ -113,7 +116,8 @@ def test_a_unit(cli, systemd, asked, home):
         "url": "http://127.0.0.1:4321",
         "ready": False,
         "reason": "There is no server at http://127.0.0.1:4321: Connection refused.",
-        "log": str(job.log),
+        "log": str(logs / "serve.log"),
+        "errors": str(logs / "serve.err"),
     }
     asked()
     assert cli("service", "uninstall").code == 0 and not file.exists()
@@ -126,7 +130,7 @@ def test_a_unit(cli, systemd, asked, home):
 def test_a_service_that_has_failed_shows_the_end_of_its_log(cli, systemd, home):
     cli("service", "install", "--port", 4321)
     (home / "running").unlink()
-    (home / "state" / "mlxkv" / "serve.log").write_text("early\n" * 9 + "error: \x1b[31mno such model\n")
+    (home / "state" / "mlxkv" / "serve.err").write_text("early\n" * 9 + "error: \x1b[31mno such model\n")
     found = cli("service", "status")
     assert found.code == 1
     assert "none (failed (failed), last ended with 3)" in found.out
@@ -141,9 +145,9 @@ def test_a_launch_agent(cli, launchd, asked, home):
     started = [f"enable {domain}/local.mlxkv.serve", f"bootstrap {domain} {file}"]
     assert asked() == [f"print {domain}", f"print {domain}/local.mlxkv.serve", *started]
     found = plistlib.loads(file.read_bytes())
-    assert found["Label"] == "local.mlxkv.serve" and found["ProgramArguments"][-2:] == ["serve", "--port=4321"]
+    assert found["Label"] == "local.mlxkv.serve" and found["ProgramArguments"][-3:-1] == ["serve", "--port=4321"]
     assert found["KeepAlive"] == {"SuccessfulExit": False} and found["RunAtLoad"] is True
-    assert found["StandardErrorPath"] == str(home / "Library" / "Logs" / "mlxkv" / "serve.log")
+    assert found["StandardErrorPath"] == str(home / "Library" / "Logs" / "mlxkv" / "serve.err")
     state = cli("service", "status", "--json").json
     assert (state["running"], state["pid"], state["exit"], state["state"]) == (True, 12, None, "running")
     # again, with other options: the old one must have ended before
@@ -217,15 +221,31 @@ def test_values_come_back_as_they_were(cli, systemd, home, monkeypatch, model):
     monkeypatch.setenv("MLXKV_CACHE_DIR", "relative")
     monkeypatch.setenv("MLXKV_URL", "http://elsewhere")
     monkeypatch.setenv("MLXKV_HOST", "0.0.0.0")
-    made = cli("service", "install", "-m", ODD, "--temp", 0.5, "--legacy-dirs", f"a{os.pathsep}b")
+    made = cli(
+        "service",
+        "install",
+        "-m",
+        ODD,
+        "--temp",
+        0.5,
+        "--legacy-dirs",
+        f"a{os.pathsep}b",
+        "--log-file",
+        "x.log",
+        "--grace",
+        "100s",
+    )
     assert made.code == 0, made.err
     file = home / "config" / "systemd" / "user" / "mlxkv.service"
     job = Job.read(file.read_bytes())
-    assert job.command[-3:] == (
+    assert job.command[job.command.index("serve") + 1 :] == (
         f"--model={home}/here/{ODD}",
+        "--grace=100s",
+        f"--log-file={home}/here/x.log",
         "--temp=0.5",
         f"--legacy-dirs={home}/here/a{os.pathsep}{home}/here/b",
     )
+    assert job.stop_s == 160
     assert job.environment["MLXKV_CACHE_SALT"] == ODD and job.environment["MLXKV_CACHE_DIR"] == f"{home}/here/relative"
     assert "MLXKV_URL" not in job.environment and Job.read(job.plist("x")) == Job.read(job.unit()) == job
     monkeypatch.setenv("MLXKV_PORT", "1")
@@ -245,15 +265,20 @@ def test_the_command_in_the_file_is_a_server(cli, systemd, home, model):
     assert cli("service", "install", "--port", port, "--model", model).code == 0
     job = Job.read((home / "config" / "systemd" / "user" / "mlxkv.service").read_bytes())
     environment = {"HOME": str(home), "PATH": os.defpath, "PYTHONPATH": str(ROOT)} | job.environment
-    with job.log.open("ab") as log, subprocess.Popen(job.command, env=environment, cwd=home, stderr=log) as process:
+    with job.errors.open("ab") as err, subprocess.Popen(job.command, env=environment, cwd=home, stderr=err) as process:
         until = time.monotonic() + 60
         while (found := cli("service", "status", "--json")).code:
-            assert process.poll() is None and time.monotonic() < until, (found, job.log.read_text())
+            assert process.poll() is None and time.monotonic() < until, (found, job.errors.read_text())
             time.sleep(0.1)
         assert found.json["ready"] and found.json["reason"] is None
         shown = cli("service", "status")
         assert shown.code == 0 and f"http://127.0.0.1:{port}: ready" in shown.out
+        asked = {"model": model.name, "messages": [{"role": "user", "content": "private"}], "max_tokens": 2}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=asked, timeout=30).json()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    assert model.name in job.log.read_text()
+    assert f"http://127.0.0.1:{port}/v1  model: {model.name}" in job.errors.read_text()
+    log = Path(found.json["log"])
+    assert answer["id"] in log.read_text() and "private" not in log.read_text()
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
     assert json.loads(cli("service", "status", "--json").out)["ready"] is False
