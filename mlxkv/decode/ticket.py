@@ -73,7 +73,8 @@ class Ticket:
 
     def listen(self, told: Callable[[Item], None]) -> None:
         """From now on ``told`` gets every item, first those that came already, and the queue none: no thread need wait.
-        It is called by whoever puts the item, mostly the engine's thread, so it returns at once and raises nothing."""
+        It is called by whoever puts the item, mostly the engine's thread, so it returns at once and raises nothing. Of
+        a deadline it hears when the engine does, which may hang: who listens keeps a clock of its own."""
         with self._telling:
             while not self._events.empty():
                 told(self._events.get())

@@ -203,7 +203,7 @@ class Answer:
         """Get the engine, check the request, queue its first choice."""
         engine = await self._stack.enter_async_context(self.server.lease(self.asked.model))
         self.engine = engine
-        self._request = await asyncio.to_thread(prepared, engine, self.asked)
+        self._request = await asyncio.to_thread(prepared, engine, self.asked, self.id)
         for choice in range(self.asked.n):
             self._pipelines[choice] = pipeline(engine, self._request, self.asked, choice)
         self._submit(0)

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from ..decode.engine import Engine
 
 
-def prepared(engine: Engine, asked: Asked) -> Request:
-    """The request for ``engine``, rendered, tokenised and its grammar compiled. Any thread; may take a while. Raises
-    RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the engine cannot answer."""
+def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
+    """The request for ``engine``, rendered, tokenised and its grammar compiled. name: what status calls it. Any thread;
+    may take a while. Raises RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the
+    engine cannot answer."""
     if asked.request.prepared is not None:
-        return asked.request
+        return replace(asked.request, name=name)
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
     grammar = asked.request.grammar
@@ -33,6 +34,7 @@ def prepared(engine: Engine, asked: Asked) -> Request:
             reasoning_budget=asked.reasoning.budget,
             grammar=grammar,
             share=asked.n > 1,
+            name=name,
         )
         try:
             return replace(request, prepared=engine.prepare(request))
@@ -58,9 +60,11 @@ def counted(engine: Engine, asked: Asked) -> int:
 
 
 def _named(error: RequestError, asked: Asked) -> RequestError:
-    """``error``, naming the field as the caller's API does."""
-    if error.param is not None and error.param in asked.names:
-        error.param = asked.names[error.param]
+    """``error``, naming the field as the caller's API does. Of a place in a list that is not the caller's own, the
+    field."""
+    if error.param is not None:
+        field = error.param.partition("[")[0]
+        error.param = asked.names.get(error.param) or asked.names.get(field) or error.param
     return error
 
 

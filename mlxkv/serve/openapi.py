@@ -28,6 +28,8 @@ WORK = {
 FOUND = {400: "A parameter is not valid.", 404: "There is no such thing."}
 #: routes whose answers stream where the body asks for it
 STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+#: answers that are no JSON
+PLAIN = ("/metrics",)
 
 _ERROR = {
     "type": "object",
@@ -109,4 +111,6 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         )
     if path in STREAMS and method == "post":
         answers["200"].setdefault("content", {})["text/event-stream"] = {"schema": {"type": "string"}}
+    if path in PLAIN:
+        answers["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     operation["responses"] = dict(sorted(answers.items()))
