@@ -243,9 +243,8 @@ class Engine:
 
     def prepare(self, request: Request, fits: bool = True) -> Prepared:
         """Render, tokenise and check a request and compile its grammar, beside whatever the engine does. ``submit`` it
-        with what comes back as its ``prepared``, and that is not done again. fits: the context must have room for it;
-        what does not fit can be counted only. Raises RequestError for all that is wrong with it, but for what is not
-        known before its turn (memory)."""
+        with what comes back as its ``prepared``, and that is not done again. fits: context and memory must have room
+        for it; what does not fit can be counted only. Raises RequestError for all that is wrong with it."""
         return self._words.prepare(request, fits)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -323,13 +322,19 @@ class Engine:
 
     def _main(self) -> None:
         try:
-            from .runtime import open_runtime  # imports MLX, which belongs to this thread
+            from .needs import Limits  # imports MLX, which belongs to this thread
+            from .runtime import open_runtime
 
             runtime, self.info = open_runtime(self._options)
             self.tokenizer = runtime.tokenizer
             shared(runtime.tokenizer)
             self._words = Words(
-                runtime.tokenizer, frozenset(runtime.eos), runtime.vocab_size, runtime.context_length, runtime.grammars
+                runtime.tokenizer,
+                frozenset(runtime.eos),
+                runtime.vocab_size,
+                runtime.context_length,
+                runtime.grammars,
+                Limits.of(runtime).refuse,
             )
             limit = runtime.memory.limit
             self._status = Status(memory=runtime.memory.ledger(), memory_limit=limit)  # there before anybody can ask
@@ -357,6 +362,7 @@ class Engine:
                 question.refuse(EngineClosed("The engine was closed."))
             if runtime.store is not None:
                 runtime.store.close()
+            self._words = replace(self._words, refuse=lambda prompt_tokens, answer_tokens: None)  # its books go too
             del runtime
             leave_device()
 

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from .memory import Memory
 from .reservation import OPEN_END, reserve
 from .runtime import Runtime
 from .seats import Seats
 from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What no request may exceed, whatever else runs. Any thread may ask."""
+
+    memory: Memory
+    chunk: int
+    lookahead: int
+    context_length: int | None
+
+    @staticmethod
+    def of(rt: Runtime) -> Limits:
+        return Limits(rt.memory, rt.chunk, rt.lookahead, rt.context_length)
+
+    def refuse(self, prompt_tokens: int, answer_tokens: int | None) -> None:
+        """Raises RequestTooLarge for a request that would not fit if nothing else ran. answer_tokens: at most; None for
+        any number."""
+        answer = OPEN_END if answer_tokens is None else min(answer_tokens, OPEN_END)
+        rows = reserve(prompt_tokens + answer, lookahead=self.lookahead, max_len=self.context_length)
+        room = self.memory.room(self.memory.sequence_bytes(rows, self.chunk))
+        if not room.ever:
+            raise self.memory.too_large(room, rows)
 
 
 class Needs:
@@ -34,7 +60,4 @@ class Needs:
 
     def refuse_what_never_fits(self, sequence: Sequence) -> None:
         """Raises RequestTooLarge for a request that would not fit if nothing else ran."""
-        memory, rows = self._rt.memory, self.rows(sequence, True)
-        room = memory.room(memory.sequence_bytes(rows, self._rt.chunk))
-        if not room.ever:
-            raise memory.too_large(room, rows)
+        Limits.of(self._rt).refuse(len(sequence.prompt.tokens), sequence.limit)

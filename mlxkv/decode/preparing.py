@@ -46,13 +46,17 @@ class Words:
     eos: frozenset[int]
     vocab_size: int
     context_length: int | None
-    grammars: Grammars | None = None
+    grammars: Grammars
+    #: told of prompt and answer tokens; raises RequestTooLarge for what no memory would ever hold
+    refuse: Callable[[int, int | None], None] = lambda prompt_tokens, answer_tokens: None
 
     def prepare(self, request: Request, fits: bool = True) -> Prepared:
         """As Engine.prepare."""
         room = self.context_length if fits else None
         made = _own(lambda: prepare(request, self.tokenizer, self.eos, self.vocab_size, room))
-        if request.grammar is not None and self.grammars is not None:
+        if fits:
+            self.refuse(made.prompt_tokens, made.max_tokens)
+        if request.grammar is not None:
             self.grammars.constraint(request.grammar)  # remembered
         return made
 

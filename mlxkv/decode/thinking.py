@@ -61,17 +61,22 @@ def bounded(
     if marks is None:
         return grammar
     where = marks.stand(rendered)
-    if grammar is not None and where != "open" and (where == "closed" or not _may_think(request)):
+    if grammar is not None and where != "open" and (where == "closed" or not _may_think(request, rendered, marks)):
         return grammar
     if grammar is None and budget is None:
         return None
     return Thoughts(marks, where == "open", budget, grammar, vocab_size, eos)
 
 
-def _may_think(request: Request) -> bool:
-    """Whether the answer may begin with a thought that the prompt says nothing of."""
-    off = any(request.template_kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
-    return request.messages is not None and not off and request.reasoning_budget != 0
+def _may_think(request: Request, rendered: Rendered, marks: Marks) -> bool:
+    """Whether the answer may begin with a thought that the prompt says nothing of: of a model that has the marks in its
+    vocabulary, but not in its template, nobody knows that it thinks."""
+    if request.messages is None or request.reasoning_budget == 0:
+        return False
+    if any(request.template_kwargs.get(name) is False for name in ("enable_thinking", "thinking")):
+        return False
+    template = getattr(rendered.tokenizer, "chat_template", None)
+    return not isinstance(template, str) or marks.start in template or marks.end in template
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
     may take a while. Raises RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the
     engine cannot answer."""
     if asked.request.prepared is not None:
-        return asked.request
+        return replace(asked.request, name=name)
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
     grammar = asked.request.grammar
@@ -60,9 +60,11 @@ def counted(engine: Engine, asked: Asked) -> int:
 
 
 def _named(error: RequestError, asked: Asked) -> RequestError:
-    """``error``, naming the field as the caller's API does."""
-    if error.param is not None and error.param in asked.names:
-        error.param = asked.names[error.param]
+    """``error``, naming the field as the caller's API does. Of a place in a list that is not the caller's own, the
+    field."""
+    if error.param is not None:
+        field = error.param.partition("[")[0]
+        error.param = asked.names.get(error.param) or asked.names.get(field) or error.param
     return error
 
 

@@ -90,7 +90,7 @@ class Seen(Ticket):
         self, request: Request, told: Callable[[Event | BaseException | None], None], cancel: int | None
     ) -> None:
         super().__init__(request)
-        self._told, self._left = told, cancel
+        self._watcher, self._left = told, cancel
         self._give_up()
 
     def _give_up(self) -> None:
@@ -102,13 +102,13 @@ class Seen(Ticket):
         if self._left is not None:
             self._left -= 1
             self._give_up()
-        self._told(event)
+        self._watcher(event)
         if isinstance(event, Finished):
-            self._told(None)
+            self._watcher(None)
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
-        self._told(error)
+        self._watcher(error)
 
 
 class Crowd:

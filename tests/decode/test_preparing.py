@@ -14,7 +14,7 @@ from mlxkv.decode import prompt as prompt_module
 from mlxkv.decode.preparing import prepare
 from mlxkv.decode.prompt import Rendered, build
 from mlxkv.decode.request import Grammar, Request, SamplingParams, Started
-from mlxkv.errors import PromptTooLong, RequestError
+from mlxkv.errors import PromptTooLong, RequestError, RequestTooLarge
 from tests import tiny
 
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -66,6 +66,17 @@ def test_what_is_wrong_is_told_while_the_engine_is_busy(busy):
             busy.detokenize(bad)
     with pytest.raises(RequestError, match="surrogate"):
         busy.tokenize("\ud800")
+
+
+def test_what_no_memory_would_hold_is_refused_before_its_turn(tiny_model):
+    with mlxkv.load(tiny_model("llama"), cache=False) as large:
+        weights = large.status().memory["weights"]
+        large.prepare(Request(tokens=tiny.ids(4000)))
+    with mlxkv.load(tiny_model("llama"), cache=False, memory_limit=weights + (1 << 20)) as small:
+        with pytest.raises(RequestTooLarge, match=r"needs [0-9,]+ bytes.*limit of [0-9,]+"):
+            small.prepare(Request(tokens=tiny.ids(4000), sampling=SamplingParams(max_tokens=90)))
+        assert small.prepare(Request(tokens=tiny.ids(4000)), fits=False).prompt_tokens == 4000
+        assert small.prepare(Request(tokens=tiny.ids(40), sampling=SamplingParams(max_tokens=9))).prompt_tokens == 40
 
 
 def test_max_tokens_is_what_the_context_has_left(engine):

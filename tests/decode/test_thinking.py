@@ -198,8 +198,11 @@ def test_where_thinking_is_off_a_grammar_holds_from_the_first_character(engine_o
     for template in (thinker.TEMPLATE, thinker.BARE):
         done = mlxkv.generate(engine_of(template), HELLO, template_kwargs={"enable_thinking": False}, **options)
         assert ANSWER.fullmatch(done.text)
-    raw = mlxkv.generate(engine_of(thinker.BARE), [5, 6, 7], logit_bias={thinker.START: 100.0}, **options)
+    thinks = {thinker.START: 100.0}
+    raw = mlxkv.generate(engine_of(thinker.BARE), [5, 6, 7], logit_bias=thinks, **options)
     assert ANSWER.fullmatch(raw.text)
+    plain = mlxkv.generate(engine_of(thinker.PLAIN), HELLO, logit_bias=thinks, **options)
+    assert ANSWER.fullmatch(plain.text)
 
 
 def test_a_model_may_think_before_a_grammar_where_the_template_says_nothing(engine_of):

@@ -13,7 +13,9 @@ TEMPLATE = (
     "{% if enable_thinking is false %}</think>\n{% endif %}{% endif %}"
 )
 #: the model begins to think by itself
-BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+BARE = "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}\n{% endfor %}A: "
+#: nobody thinks
+PLAIN = BARE.replace("</think>", "---")
 
 
 def make(arch: str, folder: Path, template: str = TEMPLATE) -> Path:
