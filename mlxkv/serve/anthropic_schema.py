@@ -116,14 +116,15 @@ class CountRequest(Body):
             if edit != _KEEP_ALL:
                 where = f"context_management.edits[{i}]"
                 raise RequestError(f"{where} is not supported.", f"Only {_KEEP_ALL} is, which keeps all.", param=where)
-        if self.output_format and self.output_config and self.output_config.format:
-            raise RequestError("There are two formats.", "Give output_config.format alone.", param="output_format")
         tools = self._tools()
         shown = tools is not None and tools.choice != "none"
         kwargs = template_kwargs(self.chat_template_kwargs)
         if effort := self.output_config and self.output_config.effort:
             kwargs.setdefault("reasoning_effort", _EFFORT.get(effort, effort))
-        form = self.output_format or (self.output_config and self.output_config.format)
+        form, field = self._format()
+        names = {"grammar": field, "continue_final": "messages", "stop": "stop_sequences"}
+        for i in range(len(self.tools or ())):
+            names[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
         request = Request(
             messages=messages,
             sampling=server.defaults,
@@ -131,10 +132,23 @@ class CountRequest(Body):
             template_kwargs=kwargs,
             salt=server.cache_salt,
             use_cache=server.use_cache,
-            grammar=Grammar.of({"json_schema": form.schema_}) if form else None,
+            grammar=form,
             continue_final=continued,
         )
-        return Asked(self.model, request, "messages", tools=tools, reasoning=self._reasoning(continued))
+        reasoning = self._reasoning(continued)
+        return Asked(self.model, request, "messages", tools=tools, reasoning=reasoning, names=names)
+
+    def _format(self) -> tuple[Grammar | None, str]:
+        """What the text must match, and the field that says so."""
+        field = "output_format" if self.output_format else "output_config.format"
+        form = self.output_config and self.output_config.format
+        if self.output_format and form:
+            raise RequestError("There are two formats.", "Give output_config.format alone.", param=field)
+        form = self.output_format or form
+        try:
+            return Grammar.of({"json_schema": form.schema_}) if form else None, field
+        except RequestError as error:
+            raise RequestError(error.message, error.cure, param=field) from error
 
     def _reasoning(self, continued: bool) -> Reasoning:
         asked = self.thinking
