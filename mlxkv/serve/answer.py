@@ -216,8 +216,10 @@ class Answer:
         assert self._opening is not None
         self._opening.add_done_callback(self._work_done)
         woken = asyncio.ensure_future(self._arrived.wait())
-        await asyncio.wait({self._opening, woken}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        woken.cancel()
+        try:
+            await asyncio.wait({self._opening, woken}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            woken.cancel()
         if self._opening.done():
             self._opening.result()  # raises what refuses the request
         if self._error is not None and not self._parts:  # else it comes behind them
