@@ -66,15 +66,20 @@ def test_a_stream_says_the_same(client, http):
     assert text == whole.output_text
 
 
+def answered(response):
+    return {"role": "assistant", "content": response.output_text}
+
+
 def test_a_conversation_goes_on_from_a_response(client):
     first = ask(client, "one", instructions="Only now.")
     second = ask(client, "two", previous_response_id=first.id)
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": first.output_text}]
+    messages = [{"role": "user", "content": "one"}, answered(first)]
     messages.append({"role": "user", "content": "two"})
     assert second.output_text == chat(client, messages)  # the first's instructions are its own
     assert second.previous_response_id == first.id
+    assert ask(client, [], previous_response_id=second.id).output_text == chat(client, [*messages, answered(second)])
     third = ask(client, "three", previous_response_id=second.id)
-    messages += [{"role": "assistant", "content": second.output_text}, {"role": "user", "content": "three"}]
+    messages += [answered(second), {"role": "user", "content": "three"}]
     assert third.output_text == chat(client, messages)
     assert third.usage.input_tokens_details.cached_tokens > second.usage.input_tokens
     other = ask(client, "four", previous_response_id=first.id)
