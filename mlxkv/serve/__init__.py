@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .. import numerics
+
 __all__ = ["Limits", "Server", "create_app"]
 
 if TYPE_CHECKING:
     from .app import create_app
     from .limits import Limits
     from .server import Server
+
+numerics.prepare()  # the BLAS is chosen before anything in here imports MLX
 
 _WHERE = {"create_app": "app", "Limits": "limits", "Server": "server"}
 
