@@ -74,7 +74,7 @@ class _Process:
         self._limits_of, self._registry_of, self._safety_of = limits_of, registry_of, safety_of
         self._open_files = raise_open_files()
         self.server = Server(
-            Models(registry_of(settings), self._load, max_loaded=settings.max_loaded),
+            Models(registry_of(settings), self._load, max_loaded=settings.max_loaded, check=check),
             defaults=settings.sampling(),
             use_cache=settings.cache,
             cache_salt=settings.cache_salt,
@@ -147,6 +147,13 @@ class _Process:
     def _ready(self) -> None:
         loaded = self.server.models.engines()
         say_where(self.settings, self.listener, loaded[0][1].info if loaded else None, self.server)
+
+
+def check(entry: Entry) -> None:
+    """Have the files of a model here, and see that they are those of a model. May download. Raises ModelError."""
+    from ..models import folder
+
+    folder.check(folder.resolve(entry.source))
 
 
 def say_where(settings: Settings, listener: socket.socket, info: Any, server: Server) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..decode.preparing import Prepared
 from ..decode.request import Request
+from ..decode.thinking import stand
 from ..errors import EngineClosed, RequestError
 from .parts import Asked
 from .pipeline import Pipeline
@@ -18,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
-    """The request for ``engine``, rendered, tokenised and its grammar compiled. Any thread; may take a while. Raises
-    RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the engine cannot answer."""
+    """The request for ``engine``, rendered, tokenised and its grammar compiled. name: what status calls it. Any thread;
+    may take a while. Raises RequestError, whose ``param`` is the caller's name for the field; EngineClosed where the
+    engine cannot answer."""
     if asked.request.prepared is not None:
-        return asked.request
+        return replace(asked.request, name=name)
     if (reason := engine.health().reason) is not None:
         raise EngineClosed(f"The engine takes no requests: {reason}.", "Try again later.")
     grammar = asked.request.grammar
@@ -35,7 +38,10 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
             share=asked.n > 1,
             name=name,
         )
-        return replace(request, prepared=engine.prepare(request))
+        made = engine.prepare(request)
+        if _ignored(asked, made):
+            request = replace(request, reasoning_budget=0)
+        return replace(request, prepared=made)
     except RequestError as error:
         if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
             error = at_fault(asked.tools, asked.request.grammar, error)
@@ -54,10 +60,18 @@ def counted(engine: Engine, asked: Asked) -> int:
 
 
 def _named(error: RequestError, asked: Asked) -> RequestError:
-    """``error``, naming the field as the caller's API does."""
-    if error.param is not None and error.param in asked.names:
-        error.param = asked.names[error.param]
+    """``error``, naming the field as the caller's API does. Of a place in a list that is not the caller's own, the
+    field."""
+    if error.param is not None:
+        field = error.param.partition("[")[0]
+        error.param = asked.names.get(error.param) or asked.names.get(field) or error.param
     return error
+
+
+def _ignored(asked: Asked, made: Prepared) -> bool:
+    """Whether thinking was switched off and the template did not write that into the prompt."""
+    reasoning = asked.reasoning
+    return reasoning.enabled is False and reasoning.budget is None and stand(made.rendered) != "closed"
 
 
 def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:

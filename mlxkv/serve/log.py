@@ -47,12 +47,17 @@ def configure(as_json: bool = False, stream: TextIO | None = None, file: Path | 
     logging.getLogger("mlxkv").setLevel(logging.INFO)
 
 
+class _Private(RotatingFileHandler):
+    """Files that are their owner's alone."""
+
+    def _open(self) -> Any:
+        os.close(os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        return super()._open()
+
+
 def _to_file(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-        return RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", errors="replace")
+        return _Private(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ConfigError(
-            f"The log {path} cannot be written: {error.strerror}.", "Choose another --log-file."
-        ) from None
+        raise ConfigError(f"The log {path} cannot be written: {error.strerror}.", "Choose another file.") from None

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -66,10 +66,20 @@ class ModelState:
 
 
 class Models:
-    """``load`` makes the engine of an entry, on a thread; ``max_loaded`` engines are held at the same time."""
+    """``load`` makes the engine of an entry, on a thread; ``max_loaded`` engines are held at the same time. ``check``,
+    on a thread too, comes before another model is made to leave: it fetches what is not here, and raises ModelError
+    for what will not load."""
 
-    def __init__(self, registry: Registry, load: Callable[[Entry], Engine], *, max_loaded: int = 1) -> None:
-        self._load = load
+    def __init__(
+        self,
+        registry: Registry,
+        load: Callable[[Entry], Engine],
+        *,
+        max_loaded: int = 1,
+        check: Callable[[Entry], None] = lambda entry: None,
+    ) -> None:
+        self._load, self._check_entry = load, check
+        self._checking: dict[str, asyncio.Task[None]] = {}
         self._slots: dict[str, Slot] = {}
         self._waiting: dict[str, list[asyncio.Future[Slot]]] = {}  # by name, who came first first
         self._failed: dict[str, tuple[float, MlxkvError]] = {}
@@ -110,7 +120,9 @@ class Models:
         made = []
         for entry in self.registry:
             slot, failure = self._slots.get(entry.name), self._failed.get(entry.name)
-            state: State = slot.state if slot else "failed" if failure else "unloaded"
+            state: State = "failed" if failure else "unloaded"
+            if slot is not None or entry.name in self._checking:
+                state = slot.state if slot else "loading"
             waiting = len(self._waiting.get(entry.name, ()))
             reason = str(failure[1]) if failure else None
             made.append(ModelState(entry, state, slot.leases if slot else 0, waiting, reason))
@@ -179,6 +191,11 @@ class Models:
         failed = self._failed.get(entry.name)
         if failed is not None and time.monotonic() - failed[0] < RETRY_S:
             raise failed[1]
+        if entry.name not in self._slots and len(self._slots) >= self.max_loaded:
+            await self._checked(entry)
+            if self._closed:
+                raise EngineClosed("The server is stopping.", "Try again once it has started.")
+            entry = self.registry[entry.name]  # a reload may have come between
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(entry.name, []).append(future)
         self._arrange()
@@ -189,6 +206,30 @@ class Models:
                 self._give_back(future.result())  # it came in the same moment
             self._arrange()
             raise
+
+    async def _checked(self, entry: Entry) -> None:
+        """Wait for the check of an entry; one for all who ask meanwhile, which goes on when they leave."""
+
+        async def check() -> None:
+            try:
+                await _on_a_thread(lambda: self._check_entry(entry), "mlxkv-check")
+            except Exception as error:
+                self._failed_to_load(entry.name, error)
+            finally:
+                del self._checking[entry.name]
+
+        if entry.name not in self._checking:
+            self._checking[entry.name] = self._spawn(check())
+        await asyncio.shield(self._checking[entry.name])
+        failed = self._failed.get(entry.name)
+        if failed is not None and time.monotonic() - failed[0] < RETRY_S:
+            raise failed[1]
+
+    def _failed_to_load(self, name: str, error: Exception) -> MlxkvError:
+        log.error("model=%s could not be loaded: %s", name, error)
+        told = _told(name, error)
+        self._failed[name] = (time.monotonic(), told)
+        return told
 
     def _give_back(self, slot: Slot) -> None:
         slot.leases -= 1
@@ -250,11 +291,8 @@ class Models:
             try:
                 slot.engine = await _on_a_thread(lambda: self._load(slot.entry), "mlxkv-load")
             except Exception as error:
-                log.error("model=%s could not be loaded: %s", name, error)
-                told = _told(name, error)
                 del self._slots[name]
-                self._failed[name] = (time.monotonic(), told)
-                _fail(self._waiting.pop(name, []), told)
+                _fail(self._waiting.pop(name, []), self._failed_to_load(name, error))
             else:
                 self._failed.pop(name, None)
                 slot.state, slot.used = "ready", time.monotonic()
@@ -281,10 +319,11 @@ class Models:
 
         self._spawn(run())
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     @staticmethod
     def _check(registry: Registry, max_loaded: int) -> None:

@@ -22,9 +22,8 @@ STALLED = 300.0
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def dump(value: Any) -> str:
-    """JSON in one line, as short as it gets."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+#: JSON in one line, as short as it gets
+dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def event(value: Mapping[str, Any] | str, name: str | None = None) -> str:

@@ -41,11 +41,18 @@ STRETCHES = 1000
 PREVIEW = 48
 
 
-@router.get("/metrics")
+_TEXT = {"schema": {"type": "string"}}
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": _TEXT, "application/openmetrics-text": _TEXT}}},
+)
 async def metrics(server: Serving, request: Request) -> Response:
     """Counters and gauges for Prometheus."""
     body, kind = server.metrics.exposition(request.headers.get("accept", ""))
-    return Response(body, media_type=None, headers={"Content-Type": kind})
+    return Response(body, headers={"Content-Type": kind})
 
 
 @router.get("/v1/status")
@@ -150,7 +157,13 @@ class _Kept:
     ram: list[tuple[Entry, dict[str, int]]]
 
 
-@router.get("/v1/cache/tree")
+_BUSY = {
+    "description": "The engine does not come to the question now; try again later.",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+
+
+@router.get("/v1/cache/tree", responses={503: _BUSY})
 async def cache_tree(
     server: Serving,
     model: str | None = None,

@@ -155,6 +155,8 @@ def test_anthropic(served):
 
         messages = [{"role": "user", "content": CALL_IT}]
         asked = client.messages.create(model=MODEL, messages=messages, tools=[tool], max_tokens=60)
+        count = client.messages.count_tokens(model=MODEL, messages=messages, tools=[tool]).input_tokens
+        assert asked.usage.input_tokens + asked.usage.cache_read_input_tokens == count
         call = asked.content[-1]
         assert asked.stop_reason == "tool_use" and call.name == "get_weather" and call.input == {"city": "Lisbon"}
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is sunny."}
@@ -178,6 +180,16 @@ def test_anthropic(served):
             model=MODEL, messages=[{"role": "user", "content": GIVE_JSON}], output_format=Person, max_tokens=60
         )
         assert parsed.parsed_output == NORA
+
+        forced = client.messages.create(**options, tools=[tool], tool_choice={"type": "any"})
+        assert [block.name for block in forced.content if block.type == "tool_use"] == ["get_weather"]
+        begun = [*QUESTION, {"role": "assistant", "content": "Your name is"}]
+        assert client.messages.create(**options | {"messages": begun}).content[0].text.strip(" .") == "Nora"
+        stopped = client.messages.create(**options, stop_sequences=["Nora"])
+        assert stopped.stop_sequence == "Nora" and stopped.content[0].text == text[: text.index("Nora")]
+        thinking = {"type": "enabled", "budget_tokens": 30}
+        thought, answer = client.messages.create(**options, thinking=thinking).content
+        assert thought.type == "thinking" and thought.thinking and "Nora" in answer.text
 
         with pytest.raises(anthropic.NotFoundError) as caught:
             client.messages.create(**options | {"model": "claude"})

@@ -58,7 +58,10 @@ def test_a_text_goes_on_as_its_ids_do(client, http):
     assert ask(client, max_tokens=None).usage.completion_tokens == 16
 
 
-@pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"echo": True}, {"n": 2, "temperature": 1.0, "seed": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}, {"n": 2, "temperature": 1.0, "seed": 3}],
+)
 def test_a_stream_says_the_same(client, options):
     whole = ask(client, [PROMPT, "Land"], stop=["q"], max_tokens=12, **options)
     chunks, made = streamed(
@@ -107,6 +110,27 @@ def test_echo(client):
     assert found.choices[0].text.startswith("IJK") and found.choices[1].text.startswith("I")
     only = ask(client, ids, echo=True, max_tokens=0)
     assert only.choices[0].text == "IJK" and only.usage.completion_tokens == 0
+
+
+def test_echo_tells_the_log_probabilities_of_the_prompt(client):
+    """Each is what the model says of that token where it comes next, which a bias forces."""
+    ids = tiny.tokenizer().encode(PROMPT + " é").ids
+    found = ask(client, PROMPT + " é", echo=True, logprobs=2, max_tokens=3).choices[0]
+    told = found.logprobs
+    assert found.text.startswith(PROMPT + " é") and len(told.tokens) == len(ids) + 3
+    assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+    for k in (1, 2, len(ids) - 1):
+        (forced,) = ask(client, ids[:k], max_tokens=1, logprobs=0, logit_bias={ids[k]: 100}).choices
+        assert forced.logprobs.tokens == [told.tokens[k]]
+        assert forced.logprobs.token_logprobs[0] == pytest.approx(told.token_logprobs[k], abs=1e-4)
+    plain = ask(client, PROMPT + " é", logprobs=2, max_tokens=3).choices[0].logprobs
+    assert told.tokens[len(ids) :] == plain.tokens
+    assert told.text_offset[len(ids) :] == [len(PROMPT) + 2 + at for at in plain.text_offset]
+    assert told.text_offset[len(ids) - 2 : len(ids)] == [len(PROMPT) + 1] * 2  # two bytes of one character
+    assert ask(client, ids, echo=True, logprobs=2, max_tokens=3).choices[0].logprobs == told
+    only = ask(client, [ids, ids[:1]], echo=True, logprobs=2, max_tokens=0).choices
+    assert only[0].logprobs.token_logprobs == pytest.approx(told.token_logprobs[: len(ids)])
+    assert only[1].logprobs.token_logprobs == [None]
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import stat
+from pathlib import Path
 
 import pytest
 
 from mlxkv.decode.request import CacheReport, Completion, DraftReport, Request, Timings, Usage
-from mlxkv.errors import QueueFull
+from mlxkv.errors import ConfigError, QueueFull
+from mlxkv.serve import log as logs
 from mlxkv.serve.log import configure
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.parts import Asked
@@ -40,9 +43,9 @@ def log():
     handlers, level, own = root.handlers[:], root.level, ours.level
     stream = io.StringIO()
 
-    def begin(as_json: bool) -> io.StringIO:
+    def begin(as_json: bool, file: Path | None = None) -> io.StringIO:
         root.handlers[:] = []
-        configure(as_json, stream)
+        configure(as_json, stream, file)
         return stream
 
     yield begin
@@ -108,3 +111,19 @@ def test_gaps_are_counted_by_class():
         gaps.tick(now)
     assert sum(gaps.counts) == 3 and gaps.counts[0] == 1 and gaps.counts[-1] == 1
     assert gaps.counts[GAP_BOUNDS.index(0.02)] == 1 and gaps.longest == pytest.approx(99.976)
+
+
+def test_a_file_that_stays_small(log, tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "FILE_BYTES", 2000)
+    file = tmp_path / "made" / "serve.log"
+    stream = log(False, file)
+    for i in range(100):
+        logging.getLogger("mlxkv.serve").info("line %d %s", i, "\udc80")
+    before = file.with_name("serve.log.1")
+    assert sorted(file.parent.iterdir()) == [file, before] and stream.getvalue() == ""
+    assert file.stat().st_size <= 2000 and before.stat().st_size <= 2000
+    lines = before.read_text().splitlines() + file.read_text().splitlines()
+    assert [line.split()[-2] for line in lines] == [str(i) for i in range(100)][-len(lines) :] and len(lines) > 20
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (file, before)} == {0o600}
+    with pytest.raises(ConfigError, match="cannot be written"):
+        log(False, file / "below")

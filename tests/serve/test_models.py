@@ -22,10 +22,16 @@ class Garage:
 
     log: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
         self.gate.set()
+
+    def check(self, entry: Entry):
+        if entry.name in self.missing:
+            self.log.append(f"missed {entry.name}")
+            raise ModelError("/private/path is missing.")
 
     def load(self, entry: Entry):
         self.gate.wait(10)
@@ -45,7 +51,7 @@ def registry(*entries: Entry | str) -> Registry:
 
 def shop(*entries: Entry | str, max_loaded: int = 1) -> tuple[Garage, Models]:
     garage = Garage()
-    return garage, Models(registry(*entries), garage.load, max_loaded=max_loaded)
+    return garage, Models(registry(*entries), garage.load, max_loaded=max_loaded, check=garage.check)
 
 
 def in_loop(work):
@@ -194,6 +200,26 @@ async def test_one_that_does_not_load():
     assert state(models, "b") == "failed" and models.states()[1].reason
     async with models.lease("a"):
         pass
+
+
+@in_loop
+async def test_one_that_is_not_there_drives_nobody_out():
+    garage, models = shop("a", "b")
+    garage.missing = {"b"}
+    async with models.lease("a"):
+        pass
+
+    async def ask():
+        async with models.lease("b"):
+            pass
+
+    found = await asyncio.gather(*[ask() for _ in range(3)], return_exceptions=True)
+    assert all(isinstance(error, ModelError) and error.status == 503 for error in found)
+    assert garage.log == ["load a", "missed b"] and state(models, "a") == "ready"
+    garage.missing = set()
+    models.reload(models.registry, 1)  # forgets what failed
+    await ask()
+    assert garage.log[-2:] == ["close a", "load b"]
 
 
 @in_loop

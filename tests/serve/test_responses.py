@@ -112,19 +112,6 @@ def test_what_a_stream_made_is_kept(client, http):
     assert streamed(http, input="two", previous_response_id=made["id"])[-1]["type"] == "response.incomplete"
 
 
-def test_calls_and_what_they_gave(client):
-    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
-    items = [{"role": "user", "content": "hi"}, call, {"type": "function_call_output", "call_id": "c1", "output": "42"}]
-    found = ask(client, items)
-    said = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": None, "tool_calls": [said]},
-        {"role": "tool", "tool_call_id": "c1", "content": "42"},
-    ]
-    assert found.output_text == chat(client, messages)
-
-
 def test_input_tokens_are_those_that_are_read(client):
     first = ask(client, "one", instructions="Be brief.")
     counted = client.responses.input_tokens.count(model="llama", input="one", instructions="Be brief.")
@@ -177,6 +164,7 @@ def nested(depth):
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
         ({"input": [{"type": "reasoning", "summary": [{"text": "x"}]}]}, "input[0].summary[0]"),
         ({"input": "word " * 5000}, "input"),
+        ({"input": [USER, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]}, "input"),
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 2**63}, "max_output_tokens"),
