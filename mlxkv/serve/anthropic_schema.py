@@ -109,9 +109,7 @@ class CountRequest(Body):
 
     def to_asked(self, server: Server) -> Asked:
         """What is asked for, as far as a prompt goes. Raises RequestError naming the field at fault."""
-        messages, continued = conversation(self.system, self.messages)
-        if not messages:
-            raise RequestError("The messages have no text.", "Say something.", param="messages")
+        said = conversation(self.system, self.messages)
         for i, edit in enumerate((self.context_management and self.context_management.edits) or []):
             if edit != _KEEP_ALL:
                 where = f"context_management.edits[{i}]"
@@ -123,19 +121,21 @@ class CountRequest(Body):
             kwargs.setdefault("reasoning_effort", _EFFORT.get(effort, effort))
         form, field = self._format()
         names = {"grammar": field, "continue_final": "messages", "stop": "stop_sequences"}
+        for i, place in enumerate(said.places):
+            names[f"messages[{i}]"] = names[f"messages[{i}].tool_calls"] = place
         for i in range(len(self.tools or ())):
             names[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
         request = Request(
-            messages=messages,
+            messages=said.messages,
             sampling=server.defaults,
             tools=[dict(f) for f in tools.functions] if tools is not None and shown else None,
             template_kwargs=kwargs,
             salt=server.cache_salt,
             use_cache=server.use_cache,
             grammar=form,
-            continue_final=continued,
+            continue_final=said.continued,
         )
-        reasoning = self._reasoning(continued)
+        reasoning = self._reasoning(said.continued)
         return Asked(self.model, request, "messages", tools=tools, reasoning=reasoning, names=names)
 
     def _format(self) -> tuple[Grammar | None, str]:
