@@ -72,6 +72,7 @@ class _Process:
         quiet_libraries()
         self.flags, self.settings, self.listener = flags, settings, listener
         self._limits_of, self._registry_of, self._safety_of = limits_of, registry_of, safety_of
+        self._raise_open_files = raise_open_files
         self._open_files = raise_open_files()
         self.server = Server(
             Models(registry_of(settings), self._load, max_loaded=settings.max_loaded, check=check),
@@ -123,6 +124,7 @@ class _Process:
         finally:
             status.clear()
         try:
+            self._raise_open_files()  # mlx-lm has lowered it
             say_about(engine, self.settings)
             engine.warm_up()
         except BaseException:
