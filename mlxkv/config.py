@@ -281,9 +281,10 @@ class Settings:
                 raise ConfigError(
                     f"The key file {self.api_key_file} cannot be read: {error}.", "Write one key a line there."
                 ) from None
-            found += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-            if not found:
+            there = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            if not there:
                 raise ConfigError(f"The key file {self.api_key_file} has no key.", "Write one key a line there.")
+            found += there
         return tuple(dict.fromkeys(found))
 
     def apply_environment(self) -> None:

@@ -26,7 +26,10 @@ from tests.architectures import ARCHITECTURES, HEADED, MORE, SUITE, VOCAB
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = VOCAB - 1
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for tool in tools or [] %}<|im_start|>tool\n{{ tool | tojson }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name ~ call.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _PAIRS = (

@@ -7,17 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..config import ALIASES
 from ..errors import ConfigError, MlxkvError, ModelError
-from .options import warn
-from .render import printable
+from .options import DRAFTS, ENGINE, MANY, warn
+from .render import Thought, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..config import Settings
     from ..decode.engine import Engine
-    from ..decode.request import Completion
+    from ..decode.request import Completion, Request
+    from ..serve.pipeline import Pipeline
     from .interrupt import Interrupt
     from .remote import Remote
-    from .render import View
+    from .render import Events, View
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Local:
     def answer(self, messages: list[dict[str, Any]], shown: View, interrupt: Interrupt) -> Said | None:
         from ..decode.request import Request
         from .awake import LONG_ANSWER, awake
-        from .render import answer
+        from .render import Plain, Silent, answer
         from .run import sampling
 
         request = Request(
@@ -100,9 +104,22 @@ class Local:
             salt=self._settings.cache_salt,
             use_cache=self._settings.cache,
         )
+        ticket: Events = self._engine.submit(request) if isinstance(shown, Plain | Silent) else self._submit(request)
         with awake(after=LONG_ANSWER):
-            completion = answer(self._engine.submit(request), shown, interrupt)
+            completion = answer(ticket, shown, interrupt)
         return None if completion is None else Said(completion)
+
+    def _submit(self, request: Request) -> Events:
+        """With thoughts told apart, for people to see; what is kept is the text as the model gave it."""
+        from ..decode.thinking import Marks
+
+        if Marks.of(self._engine.tokenizer) is None:
+            return self._engine.submit(request)
+        from ..serve.pipeline import Pipeline
+
+        prepared = self._engine.prepare(request)
+        pipeline = Pipeline(self._engine.tokenizer, thinking=prepared.thinking)
+        return Apart(self._engine.submit(replace(request, prepared=prepared)), pipeline)
 
     def names(self) -> list[str]:
         return [self._engine.info.name]
@@ -141,6 +158,41 @@ class Local:
     def gone(self) -> bool:
         health = self._engine.health()
         return bool(health.reason) and not health.ok
+
+
+class Apart:
+    """A ticket of the engine whose thoughts are events of their own."""
+
+    def __init__(self, ticket: Events, pipeline: Pipeline) -> None:
+        self._ticket, self._pipeline = ticket, pipeline
+
+    @property
+    def cancelled(self) -> bool:
+        return self._ticket.cancelled
+
+    def cancel(self) -> None:
+        self._ticket.cancel()
+
+    def __iter__(self) -> Iterator[Any]:
+        from ..decode.request import Delta, Finished
+
+        for event in self._ticket:
+            if isinstance(event, Delta):
+                yield from self._told(self._pipeline.feed(event))
+                continue
+            if isinstance(event, Finished):
+                yield from self._told(self._pipeline.finish(event.completion.finish_reason))
+            yield event
+
+    def _told(self, parts: list[Any]) -> Iterator[Any]:
+        from ..decode.request import Delta
+        from ..serve import parts as kinds
+
+        for part in parts:
+            if isinstance(part, kinds.Thought):
+                yield Thought(part.text)
+            elif isinstance(part, kinds.Text):
+                yield Delta(part.text, [])
 
 
 class Served:
@@ -200,9 +252,7 @@ class Served:
 #: settings of an answer, as a chat request names them
 _ASKED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
 #: settings of an engine, which a running server has made for itself
-_OWN = ("adapter", "dtype", "cache_dir", "cache_budget", "cache", "store_bits", "ram_budget", "write_budget")
-_OWN += ("legacy_dirs", "split", "async_kv_limit", "memory_limit", "wired", "allow_unprotected", "max_gap_ms")
-_OWN += ("max_rows", "compile", "draft", "draft_model", "draft_depth", "ring_spare")
+_OWN = tuple(ALIASES.get(key, key) for key in ("adapter", "dtype", *ENGINE, *MANY, *DRAFTS))
 
 
 def served(settings: Settings, interrupt: Interrupt) -> Served:
@@ -218,14 +268,18 @@ def served(settings: Settings, interrupt: Interrupt) -> Served:
     return Served(remote, settings)
 
 
-def check_remote(settings: Settings) -> None:
-    """Raises ConfigError for a flag that a running server does not follow."""
-    for key in _OWN:
-        if settings.source(key).kind == "flag":
+def check_flags(settings: Settings) -> None:
+    """Raises ConfigError for a flag that whoever answers does not follow."""
+    for key in _OWN if settings.url else ("api_key", "api_key_file"):
+        if settings.source(key).kind != "flag":
+            continue
+        name = settings.source(key).name
+        if settings.url:
             raise ConfigError(
-                f"{settings.source(key).name} is an engine's setting, and the server at {settings.url} has its own.",
+                f"{name} is an engine's setting, and the server at {settings.url} has its own.",
                 "Give it to mlxkv serve, or leave --url away.",
             )
+        raise ConfigError(f"{name} is for a running server, and none was named.", "Name it with --url.")
 
 
 def _asked(settings: Settings) -> dict[str, Any]:

@@ -50,7 +50,11 @@ class Grammars:
         be compiled, with llguidance's reason."""
         vocabulary = self.prepare()
         with self._lock:
-            start = self._compiled.pop(grammar, None) or _compile(grammar, vocabulary)
+            start = self._compiled.get(grammar)
+        if start is None:  # whoever has a grammar that is known does not wait for this
+            start = _compile(grammar, vocabulary)
+        with self._lock:
+            start = self._compiled.pop(grammar, start)
             self._compiled[grammar] = start
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)

@@ -24,11 +24,14 @@ def speaks_anthropic(path: str) -> bool:
 
 def anthropic_error(error: dict[str, Any], status: int, request_id: str | None = None) -> dict[str, Any]:
     """OpenAI's ``error`` (message, type, param, code) in Anthropic's form: the type follows the status, the code stands
-    in the details. ``param`` stays, as this server's own."""
+    in the details. ``param`` stays, as this server's own; the message names it too, as clients show little else."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    made: dict[str, Any] = {"type": kind, "message": error["message"]}
+    message, param = error["message"], error.get("param")
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    made: dict[str, Any] = {"type": kind, "message": message}
     if error.get("code") is not None:
         made["details"] = {"error_code": error["code"]}
-    if error.get("param") is not None:
-        made["param"] = error["param"]
+    if param is not None:
+        made["param"] = param
     return {"type": "error", "error": made, "request_id": request_id}

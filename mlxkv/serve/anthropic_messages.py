@@ -54,36 +54,46 @@ def signature(thinking: str, sealed: bool = False) -> str:
     return _SIGNATURE + hashlib.sha256(data).hexdigest()
 
 
-def conversation(system: Any, messages: Any) -> tuple[list[dict[str, Any]], bool]:
-    """An OpenAI message list, and whether its last message is the beginning of the answer.
+def conversation(system: Any, messages: Any) -> Conversation:
+    """An OpenAI message list of Anthropic's fields ``system`` and ``messages``.
 
     Messages in a row from the same side become one, as in Anthropic's API; a tool's results become messages of their
     own, in their place. Thinking becomes ``reasoning_content``, which a template shows where it wants it; what another
     server has encrypted is left out. Raises RequestError whose ``param`` names the place.
     """
-    made = _Conversation()
+    made = Conversation()
     if system is not None:
         text = _joined(system, "system", "system")
         if text:
-            made.messages.append({"role": "system", "content": text})
+            made.put({"role": "system", "content": text}, "system")
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages is not a list with at least one message.", param="messages")
     last = None
     for i, message in enumerate(messages):
         last = made.add(message, f"messages[{i}]")
-    continued = last == "assistant" and made.messages[-1]["role"] == "assistant"
-    if continued and "tool_calls" in made.messages[-1]:
-        raise RequestError(
-            "The last message calls a tool.", "Send the tool's result after it.", param=f"messages[{len(messages) - 1}]"
-        )
-    return made.messages, continued
+    if not made.messages:
+        raise RequestError("The messages have no text.", "Say something.", param="messages")
+    made.continued = last == "assistant" and made.messages[-1]["role"] == "assistant"
+    if made.continued and "tool_calls" in made.messages[-1]:
+        raise RequestError("The last message calls a tool.", "Send the tool's result after it.", param=made.places[-1])
+    return made
 
 
 @dataclass
-class _Conversation:
+class Conversation:
+    """messages: OpenAI's list. places: where each was found, as ``messages[0]``. continued: the last is the beginning
+    of the answer."""
+
     messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    continued: bool = False
     #: name of the tool by id of its call
     called: dict[str, str] = field(default_factory=dict)
+
+    def put(self, message: dict[str, Any], where: str) -> None:
+        """One more of OpenAI's messages."""
+        self.messages.append(message)
+        self.places.append(where)
 
     def add(self, message: Any, where: str) -> str:
         """Take in one message; its role."""
@@ -106,17 +116,17 @@ class _Conversation:
         else:
             raise RequestError(f"{place} must be a string or a list of blocks.", param=place)
         if role == "assistant":
-            self._answer(blocks, place)
+            self._answer(blocks, where)
         else:
-            self._said(role, blocks, place)
+            self._said(role, blocks, where)
         return role
 
-    def _said(self, role: str, blocks: list[dict[str, Any]], place: str) -> None:
+    def _said(self, role: str, blocks: list[dict[str, Any]], message: str) -> None:
         for i, block in enumerate(blocks):
             if block["type"] == "text":
-                self._text(role, block["text"])
+                self._text(role, block["text"], message)
                 continue
-            where = f"{place}[{i}]"
+            where = f"{message}.content[{i}]"
             identity = check_text(block.get("tool_use_id"), f"{where}.tool_use_id")
             if identity not in self.called:
                 raise RequestError(
@@ -126,25 +136,24 @@ class _Conversation:
             text = _joined(block.get("content") or "", f"{where}.content", "tool_result")
             if _flag(block.get("is_error"), f"{where}.is_error") and not text.lower().startswith("error"):
                 text = f"Error: {text}" if text else "Error"  # a tool message of a template has no other place for it
-            self.messages.append(
-                {"role": "tool", "tool_call_id": identity, "name": self.called[identity], "content": text}
-            )
+            result = {"role": "tool", "tool_call_id": identity, "name": self.called[identity], "content": text}
+            self.put(result, message)
 
-    def _text(self, role: str, text: str) -> None:
+    def _text(self, role: str, text: str, message: str) -> None:
         before = self.messages[-1] if self.messages else None
         if before is not None and role == "user" and before["role"] == "user":
             before["content"] += f"\n{text}"
         else:
-            self.messages.append({"role": role, "content": text})
+            self.put({"role": role, "content": text}, message)
 
-    def _answer(self, blocks: list[dict[str, Any]], place: str) -> None:
+    def _answer(self, blocks: list[dict[str, Any]], message: str) -> None:
         if not blocks:
             return  # the empty beginning of an answer
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
+            self.put({"role": "assistant", "content": ""}, message)
         made = self.messages[-1]
         for i, block in enumerate(blocks):
-            where = f"{place}[{i}]"
+            where = f"{message}.content[{i}]"
             if block["type"] == "text":
                 made["content"] += block["text"]  # it was said in one go: nothing between the pieces
             elif block["type"] == "thinking":

@@ -109,32 +109,46 @@ class CountRequest(Body):
 
     def to_asked(self, server: Server) -> Asked:
         """What is asked for, as far as a prompt goes. Raises RequestError naming the field at fault."""
-        messages, continued = conversation(self.system, self.messages)
-        if not messages:
-            raise RequestError("The messages have no text.", "Say something.", param="messages")
+        said = conversation(self.system, self.messages)
         for i, edit in enumerate((self.context_management and self.context_management.edits) or []):
             if edit != _KEEP_ALL:
                 where = f"context_management.edits[{i}]"
                 raise RequestError(f"{where} is not supported.", f"Only {_KEEP_ALL} is, which keeps all.", param=where)
-        if self.output_format and self.output_config and self.output_config.format:
-            raise RequestError("There are two formats.", "Give output_config.format alone.", param="output_format")
         tools = self._tools()
         shown = tools is not None and tools.choice != "none"
         kwargs = template_kwargs(self.chat_template_kwargs)
         if effort := self.output_config and self.output_config.effort:
             kwargs.setdefault("reasoning_effort", _EFFORT.get(effort, effort))
-        form = self.output_format or (self.output_config and self.output_config.format)
+        form, field = self._format()
+        names = {"grammar": field, "continue_final": "messages", "stop": "stop_sequences"}
+        for i, place in enumerate(said.places):
+            names[f"messages[{i}]"] = names[f"messages[{i}].tool_calls"] = place
+        for i in range(len(self.tools or ())):
+            names[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
         request = Request(
-            messages=messages,
+            messages=said.messages,
             sampling=server.defaults,
             tools=[dict(f) for f in tools.functions] if tools is not None and shown else None,
             template_kwargs=kwargs,
             salt=server.cache_salt,
             use_cache=server.use_cache,
-            grammar=Grammar.of({"json_schema": form.schema_}) if form else None,
-            continue_final=continued,
+            grammar=form,
+            continue_final=said.continued,
         )
-        return Asked(self.model, request, "messages", tools=tools, reasoning=self._reasoning(continued))
+        reasoning = self._reasoning(said.continued)
+        return Asked(self.model, request, "messages", tools=tools, reasoning=reasoning, names=names)
+
+    def _format(self) -> tuple[Grammar | None, str]:
+        """What the text must match, and the field that says so."""
+        field = "output_format" if self.output_format else "output_config.format"
+        form = self.output_config and self.output_config.format
+        if self.output_format and form:
+            raise RequestError("There are two formats.", "Give output_config.format alone.", param=field)
+        form = self.output_format or form
+        try:
+            return Grammar.of({"json_schema": form.schema_}) if form else None, field
+        except RequestError as error:
+            raise RequestError(error.message, error.cure, param=field) from error
 
     def _reasoning(self, continued: bool) -> Reasoning:
         asked = self.thinking

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..decode.preparing import Prepared
 from ..decode.request import Request
+from ..decode.thinking import stand
 from ..errors import EngineClosed, RequestError
 from .parts import Asked
 from .pipeline import Pipeline
@@ -36,12 +38,10 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
             share=asked.n > 1,
             name=name,
         )
-        try:
-            return replace(request, prepared=engine.prepare(request))
-        except RequestError as error:
-            if error.param != "grammar" or asked.tools is None or request.grammar is asked.request.grammar:
-                raise
-            raise at_fault(asked.tools, asked.request.grammar, error) from None
+        made = engine.prepare(request)
+        if _ignored(asked, made):
+            request = replace(request, reasoning_budget=0)
+        return replace(request, prepared=made)
     except RequestError as error:
         if error.param == "grammar" and asked.tools is not None and grammar is not asked.request.grammar:
             error = at_fault(asked.tools, asked.request.grammar, error)
@@ -66,6 +66,12 @@ def _named(error: RequestError, asked: Asked) -> RequestError:
         field = error.param.partition("[")[0]
         error.param = asked.names.get(error.param) or asked.names.get(field) or error.param
     return error
+
+
+def _ignored(asked: Asked, made: Prepared) -> bool:
+    """Whether thinking was switched off and the template did not write that into the prompt."""
+    reasoning = asked.reasoning
+    return reasoning.enabled is False and reasoning.budget is None and stand(made.rendered) != "closed"
 
 
 def pipeline(engine: Engine, request: Request, asked: Asked, choice: int) -> Pipeline:

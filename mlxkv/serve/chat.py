@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -30,7 +31,12 @@ async def chat_completions(server: Serving, body: ChatRequest, request: Request)
     if body.stream:
         return EventStream(answer, ChatPrinter(answer, body))
     whole = await collect(answer)
-    return JSONResponse(completion_object(answer, whole, body), headers={"x-request-id": answer.id})
+
+    def respond() -> Response:
+        return JSONResponse(completion_object(answer, whole, body), headers={"x-request-id": answer.id})
+
+    # log-probabilities can be many megabytes, for which nobody else is to wait
+    return await asyncio.to_thread(respond) if body.logprobs else respond()
 
 
 def completion_object(answer: Answer, whole: Whole, body: ChatRequest) -> dict[str, Any]:

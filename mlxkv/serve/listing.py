@@ -13,8 +13,10 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(server: Serving) -> dict[str, Any]:
-    """All models that may be named in a request, loaded or not."""
-    return {"object": "list", "data": [server.model_object(state) for state in server.models.states()]}
+    """All models that may be named in a request, loaded or not; one list for both APIs, and all of it at once."""
+    data = [server.model_object(state) for state in server.models.states()]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, "has_more": False} | ends
 
 
 @router.get("/v1/models/{model:path}")

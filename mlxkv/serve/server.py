@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from anyio import CapacityLimiter
@@ -74,10 +75,12 @@ class Server:
         self.metrics.observe(record, registry[record.model].name if record.model in registry else "")
 
     def model_object(self, state: ModelState) -> dict[str, Any]:
-        """A model as ``/v1/models`` lists it."""
+        """A model as ``/v1/models`` lists it: OpenAI's fields, Anthropic's (type, display_name, created_at), ours."""
         entry = state.entry
         more = {"state": state.state, "aliases": list(entry.aliases), "adapter": entry.adapter, "pinned": entry.pinned}
-        return {"id": entry.name, "object": "model", "created": self.started, "owned_by": "mlxkv", "mlxkv": more}
+        made = {"id": entry.name, "object": "model", "created": self.started, "owned_by": "mlxkv"}
+        created = datetime.fromtimestamp(self.started, UTC).isoformat().replace("+00:00", "Z")
+        return made | {"type": "model", "display_name": entry.name, "created_at": created, "mlxkv": more}
 
 
 def server_of(request: Request) -> Server:

@@ -56,21 +56,31 @@ class Seen:
         return (self.tokens - 1) / (self.last - self.first)
 
 
-def ask(base: str, body: dict[str, Any]) -> Seen:
+@dataclass(frozen=True)
+class Base:
+    """A server that runs, and what it calls its model."""
+
+    url: str
+    model: str
+
+
+def ask(base: Base, body: dict[str, Any]) -> Seen:
     """A streamed chat completion. Raises RuntimeError for an error in place of an answer."""
     headers = first = last = 0.0
     tokens, pieces = 0, 0
     text = ""
     started = time.perf_counter()
-    body = {"model": "default_model", "stream": True, "temperature": 0.0} | body
+    body = {"model": base.model, "stream": True, "temperature": 0.0} | body
     body["stream_options"] = {"include_usage": True}
-    with httpx.stream("POST", f"{base}/v1/chat/completions", json=body, timeout=600) as response:
+    with httpx.stream("POST", f"{base.url}/v1/chat/completions", json=body, timeout=600) as response:
         headers = time.perf_counter() - started
+        if response.status_code != 200:
+            raise RuntimeError(response.read().decode())
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             chunk = json.loads(line[6:])
-            if "error" in chunk or response.status_code != 200:
+            if "error" in chunk:
                 raise RuntimeError(line)
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
@@ -90,8 +100,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: list[str], ready: str, **env: str) -> Iterator[str]:
-    """A server process on a free port; its base URL. Ends by SIGTERM."""
+def running(command: list[str], model: str, ready: str, **env: str) -> Iterator[Base]:
+    """A server process on a free port. Ends by SIGTERM."""
     port = free_port()
     base = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
@@ -108,7 +118,7 @@ def running(command: list[str], ready: str, **env: str) -> Iterator[str]:
                     log.seek(0)
                     raise SystemExit(f"{' '.join(command)} did not start:\n{log.read().decode()[-2000:]}")
                 time.sleep(0.1)
-            yield base
+            yield Base(base, model)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -121,7 +131,7 @@ def running(command: list[str], ready: str, **env: str) -> Iterator[str]:
 def ours(model: Path, cache: Path | None, *flags: str) -> Any:
     command = [sys.executable, "-m", "mlxkv", "serve", "--model", str(model), "--host", "127.0.0.1", *flags]
     command += ["--cache-dir", str(cache)] if cache else ["--no-cache"]
-    return running(command, "/ready")
+    return running(command, model.name, "/ready")
 
 
 def blas() -> str:
@@ -134,7 +144,7 @@ def blas() -> str:
 def theirs(model: Path) -> Any:
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--host", "127.0.0.1"]
     library = blas()
-    return running(command, "/v1/models", **({"LD_PRELOAD": library} if library else {}))
+    return running(command, "default_model", "/v1/models", **({"LD_PRELOAD": library} if library else {}))
 
 
 def endless(model: Path) -> dict[str, float]:
@@ -187,7 +197,7 @@ def stream(name: str, model: Path, tokens: int, pairs: int) -> Result:
 def clients(model: Path, tokens: int, pairs: int, many: int = 4) -> Result:
     bias = endless(model)
 
-    def together(base: str) -> float:
+    def together(base: Base) -> float:
         made: list[int] = []
 
         def one(n: int) -> None:

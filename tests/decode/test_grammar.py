@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import mlxkv
+from mlxkv.decode import grammar as grammar_module
 from mlxkv.decode.constraint import unpack
 from mlxkv.decode.grammar import Grammars
 from mlxkv.decode.request import Grammar, Request
@@ -221,3 +223,28 @@ def test_masks_are_as_wide_as_the_logits():
     assert len(narrow.mask()) == -(-(tiny.VOCAB - 2) // 32)
     wide = Grammars(fast(), 1000, {999}).constraint(Grammar("regex", "a*"))
     assert len(wide.mask()) == 32 and np.flatnonzero(np.isin(unpack(wide.mask()), [999])).size == 1
+
+
+def test_a_grammar_that_is_known_does_not_wait_for_one_that_is_compiled(monkeypatch):
+    free, begun = threading.Event(), threading.Event()
+    known, slow = Grammar("regex", "a{3}"), Grammar("regex", "b{3}")
+    GRAMMARS.constraint(known)
+    compiled = grammar_module._compile
+
+    def slowly(grammar, vocabulary):
+        begun.set()
+        assert free.wait(30)
+        return compiled(grammar, vocabulary)
+
+    monkeypatch.setattr(grammar_module, "_compile", slowly)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(GRAMMARS.constraint(slow)), daemon=True)
+    thread.start()
+    assert begun.wait(30)
+    asked = threading.Thread(target=lambda: found.append(GRAMMARS.constraint(known)), daemon=True)
+    asked.start()
+    asked.join(30)
+    assert len(found) == 1 and unpack(found[0].mask()).size
+    free.set()
+    thread.join(30)
+    assert len(found) == 2

@@ -31,8 +31,9 @@ class Acting:
     """Has the methods of an ``Engine`` that a server uses. ``reason``: why it cannot answer now. ``full``: how many
     tickets it takes."""
 
-    def __init__(self) -> None:
-        self.tokenizer = tokenizer()
+    def __init__(self, words: Any = None) -> None:
+        """words: its tokenizer; None for that of the tiny models."""
+        self.tokenizer = words or tokenizer()
         self.info = EngineInfo(
             "acting", Path("/models/acting"), 4096, "float32", "cpu", "exact", "none", 0.0, "", "a test", None
         )
@@ -44,7 +45,7 @@ class Acting:
     # what a server uses
 
     def prepare(self, request: Request) -> Prepared:
-        return prepare(request, self.tokenizer, {tiny.EOS}, tiny.VOCAB, self.info.context_length)
+        return prepare(request, self.tokenizer, {tiny.EOS}, len(self.tokenizer.get_vocab()), self.info.context_length)
 
     def submit(self, request: Request) -> Ticket:
         with self._came:
@@ -60,6 +61,9 @@ class Acting:
 
     def status(self) -> Status:
         return Status()
+
+    def close(self) -> None:
+        pass
 
     # what a test uses
 

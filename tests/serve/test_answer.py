@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import threading
@@ -12,11 +13,15 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from mlxkv.errors import DeviceError, EngineError
-from mlxkv.serve import Limits
+from mlxkv.decode.text import plain
+from mlxkv.errors import ConfigError, DeviceError, EngineError
+from mlxkv.serve import Limits, answer
+from mlxkv.serve.models import Models
+from mlxkv.serve.registry import Entry, Registry
 from tests.serve import chunks
 from tests.serve.acting import Acting
 from tests.serve.conftest import running
+from tests.serve.pipeline.conftest import demo
 
 BODY = {"model": "acting", "messages": [{"role": "user", "content": "hi"}]}
 STREAM = BODY | {"stream": True}
@@ -24,9 +29,9 @@ CHAT = "/v1/chat/completions"
 
 
 @contextmanager
-def acting(**options):
+def acting(words=None, **options):
     """An engine that a test acts for, and a client of its server."""
-    engine = Acting()
+    engine = Acting(words)
     limits = replace(Limits(), **{"ping": "off"} | options.pop("limits", {}))
     with running(engine, limits=limits, **options) as server, httpx.Client(base_url=server.url, timeout=20) as http:
         yield engine, http
@@ -250,3 +255,103 @@ def test_the_failure_of_one_choice_ends_all():
         engine.begin(1).fail(EngineError("Something broke."))
         assert chunks.read(asking.answer.text, n=2).error is not None
         assert engine.cancelled(0)
+
+
+TURN = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("ending", "fields", "budget"),
+    [
+        ("<think>\n", {"reasoning_effort": "none"}, 0),  # the template thinks whatever it is told
+        ("", {"enable_thinking": False}, 0),  # it says nothing, and the model may begin to think by itself
+        ("<think>\n\n</think>\n\n", {"reasoning_effort": "none"}, None),  # nothing is left to do
+        ("<think>\n", {}, None),
+        ("<think>\n", {"reasoning_effort": "none", "thinking_budget": 3}, 3),
+    ],
+)
+def test_thinking_that_is_switched_off_is_off_whatever_the_template_makes_of_it(ending, fields, budget):
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    words = TokenizerWrapper(copy.copy(plain(demo())))
+    begin = "<|im_start|>assistant\n" + ending
+    words._tokenizer.chat_template = TURN + "{% if add_generation_prompt %}" + begin + "{% endif %}"
+    with acting(words) as (engine, http):
+        asking = Asking(http, BODY | fields)
+        ticket = engine.begin()
+        engine.finish(ticket)
+        assert asking.answer.status_code == 200
+        assert ticket.request.reasoning_budget == budget
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_headers_do_not_wait_for_a_model_that_loads(monkeypatch, fails):
+    monkeypatch.setattr(answer, "PATIENCE", 0.1)
+    engine, loaded = Acting(), threading.Event()
+
+    def load(entry):
+        assert loaded.wait(20)
+        if fails:
+            raise ConfigError("There is no room for it.")
+        return engine
+
+    with running(engine, limits=Limits(ping_s=0.05)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        server.offered.models = Models(Registry([Entry("late", "/models/late")]), load)
+        with http.stream("POST", CHAT, json=STREAM | {"model": "late"}) as response:
+            assert response.status_code == 200
+            text, pieces = "", response.iter_text()
+            while chunks.blocks(text)[1] < 2:  # it is said that somebody is there
+                text += next(pieces)
+            loaded.set()
+            if not fails:
+                ticket = engine.begin()
+                engine.say(ticket, "abc")
+                engine.finish(ticket)
+            found = chunks.read(text + "".join(pieces))
+        if fails:
+            assert found.error is not None and found.error["code"] == "model_unavailable"
+        else:
+            assert found.choices[0].content == "abc" and found.error is None
+
+
+def test_a_client_that_leaves_while_a_model_loads_is_forgotten():
+    engine, loaded = Acting(), threading.Event()
+
+    def load(entry):
+        assert loaded.wait(20)
+        return engine
+
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        server.offered.models = models = Models(Registry([Entry("late", "/models/late")]), load)
+        with posted(http, BODY | {"model": "late"}) as client:
+            _until(lambda: models.states()[0].waiting == 1)
+            client.close()
+            _until(lambda: models.states()[0].waiting == 0)
+        loaded.set()
+        _until(lambda: models.states()[0].state == "ready")
+        assert models.states()[0].leases == 0 and not engine.tickets
+
+
+def test_leases_come_back_however_a_request_ends():
+    engine = Acting()
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        for i, (stream, error) in enumerate(
+            [(True, None), (False, None), (True, EngineError("x")), (False, OSError())]
+        ):
+            asking = Asking(http, BODY | {"stream": stream, "model": engine.info.name})
+            ticket = engine.begin(i)
+            engine.finish(ticket) if error is None else ticket.fail(error)
+            assert asking.answer.status_code in (200, 500)
+        with posted(http, BODY):
+            engine.begin(4)
+        assert engine.cancelled(4)
+        http.post(CHAT, json=BODY | {"temperature": 9999})
+        http.post(CHAT, json=BODY | {"messages": [{"role": "user", "content": "word " * 5000}]})
+        _until(lambda: server.offered.models.states()[0].leases == 0)
+
+
+def _until(so, seconds=10):
+    end = time.monotonic() + seconds
+    while not so():
+        assert time.monotonic() < end
+        time.sleep(0.01)

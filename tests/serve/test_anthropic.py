@@ -138,6 +138,14 @@ def test_what_asks_for_nothing_is_taken(claude):
     assert asked.diagnostics.cache_miss_reason.type == "unavailable"
 
 
+def test_models_are_listed_for_both_apis(claude, http):
+    (model,) = claude.models.list()
+    assert model.id == model.display_name == "llama" and model.type == "model" and model.created_at.year > 2000
+    assert claude.models.retrieve("llama") == model
+    listed = http.get("/v1/models").json()
+    assert listed["object"] == "list" and listed["has_more"] is False and listed["first_id"] == "llama"
+
+
 def test_a_salt_shares_nothing(claude):
     def cached(salt):
         found = claude.messages.create(**BODY | {"messages": [USER | {"content": "salty"}]}, extra_body=salt)
@@ -188,6 +196,8 @@ def test_a_salt_shares_nothing(claude):
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "look"}}, "tool_choice.name"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}}, "output_config.format"),
+        ({"output_format": {"type": "json_schema", "schema": {"pattern": "("}}}, "output_format"),
         ({"output_config": {"effort": "none"}}, "output_config.effort"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
@@ -202,7 +212,7 @@ def test_a_salt_shares_nothing(claude):
 def test_a_field_that_is_wrong_is_named(http, change, param):
     body = {key: value for key, value in (BODY | change).items() if value is not None or key not in change}
     error = refused(http.post("/v1/messages", json=body))
-    assert error.get("param") == param and param.split(".")[-1].split("[")[0] in error["message"]
+    assert error.get("param") == param and param in error["message"]
 
 
 def test_other_refusals_have_the_form_too(http, claude):
@@ -222,6 +232,14 @@ def test_other_refusals_have_the_form_too(http, claude):
         assert refused(old)["param"] == "anthropic-version"
     large = httpx.Request("POST", f"{http.base_url}/v1/messages", content=b"x" * (MAX_BODY + 1))
     refused(http.send(large), 413, "request_too_large")
+
+
+def test_what_the_models_template_would_leave_out_is_named_by_its_place(http):
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
+    said = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    error = refused(http.post("/v1/messages", json=BODY | {"system": "Be brief.", "messages": said}))
+    assert error["param"] == "messages[1]" and error["message"].startswith("messages[1]: ")
 
 
 def test_thinking_is_not_for_an_answer_that_has_begun(http):

@@ -18,7 +18,7 @@ def text(words, **more):
 
 
 def said(*messages, system=None):
-    made, _ = conversation(system, list(messages))
+    made = conversation(system, list(messages)).messages
     assert normalise(made) == made  # what the engine is given is what it takes
     return made
 
@@ -103,10 +103,11 @@ def test_what_others_thought_in_secret_is_left_out():
 
 
 def test_the_beginning_of_an_answer():
-    assert conversation(None, [USER, {"role": "assistant", "content": "The"}])[1]
-    assert not conversation(None, [USER])[1]
+    assert conversation(None, [USER, {"role": "assistant", "content": "The"}]).continued
+    assert not conversation(None, [USER]).continued
     for empty in ("", []):
-        assert conversation(None, [USER, {"role": "assistant", "content": empty}]) == ([USER], False)
+        found = conversation(None, [USER, {"role": "assistant", "content": empty}])
+        assert found.messages == [USER] and not found.continued
     assert refused([USER, {"role": "assistant", "content": [CALL]}]) == "messages[1]"
 
 
@@ -158,6 +159,7 @@ def test_an_answer_that_is_refused_names_the_place(block, param):
 
 
 def test_other_refusals():
+    assert refused([{"role": "user", "content": ""}]) == "messages"
     assert refused([]) == refused("hi") == refused(None) == "messages"
     assert refused([3]) == "messages[0]"
     assert refused([{"role": "tool", "content": "x"}]) == refused([{"content": "x"}]) == "messages[0].role"
