@@ -234,14 +234,6 @@ def test_other_refusals_have_the_form_too(http, claude):
     refused(http.send(large), 413, "request_too_large")
 
 
-def test_what_the_models_template_would_leave_out_is_named_by_its_place(http):
-    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
-    said = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-    error = refused(http.post("/v1/messages", json=BODY | {"system": "Be brief.", "messages": said}))
-    assert error["param"] == "messages[1]" and error["message"].startswith("messages[1]: ")
-
-
 def test_thinking_is_not_for_an_answer_that_has_begun(http):
     begun = [USER, {"role": "assistant", "content": "The"}]
     more = {"messages": begun, "thinking": {"type": "enabled", "budget_tokens": 4}}
