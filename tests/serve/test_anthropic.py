@@ -138,6 +138,15 @@ def test_what_asks_for_nothing_is_taken(claude):
     assert asked.diagnostics.cache_miss_reason.type == "unavailable"
 
 
+def test_a_prompt_is_remembered_without_an_answer(claude):
+    ahead = BODY | {"messages": [USER | {"content": "This will be asked later. " * 20}]}
+    warmed = claude.messages.create(**ahead | {"max_tokens": 0})
+    assert warmed.content == [] and warmed.stop_reason == "max_tokens" and warmed.usage.output_tokens == 0
+    assert warmed.usage.input_tokens > 100
+    asked = claude.messages.create(**ahead)
+    assert asked.usage.input_tokens == 1 and asked.content[0].text
+
+
 def test_models_are_listed_for_both_apis(claude, http):
     (model,) = claude.models.list()
     assert model.id == model.display_name == "llama" and model.type == "model" and model.created_at.year > 2000
@@ -165,7 +174,7 @@ def test_a_salt_shares_nothing(claude):
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [3]}, "messages[0]"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": 2**70}, "max_tokens"),
         ({"system": 3}, "system"),
