@@ -71,13 +71,12 @@ def chat(
         return
     if session is not None and not resume:
         raise ConfigError(f"{session!r} was given without --resume.", f"mlxkv chat --resume {session} goes on with it.")
-    from .client import Local, check_remote, served
+    from .client import Local, check_flags, served
     from .interrupt import Interrupt
     from .prompt import reader
 
-    if settings.url:
-        check_remote(settings)
-    else:
+    check_flags(settings)
+    if not settings.url:
         settings.require_model()
     old = _resumed(session) if resume else None
 

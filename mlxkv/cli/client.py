@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..config import ALIASES
 from ..errors import ConfigError, MlxkvError, ModelError
-from .options import warn
+from .options import DRAFTS, ENGINE, MANY, warn
 from .render import Thought, printable
 
 if TYPE_CHECKING:
@@ -251,9 +252,7 @@ class Served:
 #: settings of an answer, as a chat request names them
 _ASKED = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
 #: settings of an engine, which a running server has made for itself
-_OWN = ("adapter", "dtype", "cache_dir", "cache_budget", "cache", "store_bits", "ram_budget", "write_budget")
-_OWN += ("legacy_dirs", "split", "async_kv_limit", "memory_limit", "wired", "allow_unprotected", "max_gap_ms")
-_OWN += ("max_rows", "compile", "draft", "draft_model", "draft_depth", "ring_spare")
+_OWN = tuple(ALIASES.get(key, key) for key in ("adapter", "dtype", *ENGINE, *MANY, *DRAFTS))
 
 
 def served(settings: Settings, interrupt: Interrupt) -> Served:
@@ -269,14 +268,18 @@ def served(settings: Settings, interrupt: Interrupt) -> Served:
     return Served(remote, settings)
 
 
-def check_remote(settings: Settings) -> None:
-    """Raises ConfigError for a flag that a running server does not follow."""
-    for key in _OWN:
-        if settings.source(key).kind == "flag":
+def check_flags(settings: Settings) -> None:
+    """Raises ConfigError for a flag that whoever answers does not follow."""
+    for key in _OWN if settings.url else ("api_key", "api_key_file"):
+        if settings.source(key).kind != "flag":
+            continue
+        name = settings.source(key).name
+        if settings.url:
             raise ConfigError(
-                f"{settings.source(key).name} is an engine's setting, and the server at {settings.url} has its own.",
+                f"{name} is an engine's setting, and the server at {settings.url} has its own.",
                 "Give it to mlxkv serve, or leave --url away.",
             )
+        raise ConfigError(f"{name} is for a running server, and none was named.", "Name it with --url.")
 
 
 def _asked(settings: Settings) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class Life:
         self.server, self.listener = server, listener
         self._on_ready, self._reloaded = on_ready, reloaded
         self._stop = asyncio.Event()
+        self._reload_later = False
+        self._reloading: asyncio.Task[None] | None = None  # a task that nobody holds may be collected
         self._error: MlxkvError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -100,15 +102,18 @@ class Life:
                 self._loop.call_soon_threadsafe(self._stop.set)
 
     def reload(self) -> None:
-        """Read the settings again. What is wrong with them is logged, and the old ones stay. On the loop."""
+        """Read the settings again, once the server is ready. What is wrong with them is logged, and the old ones stay.
+        On the loop."""
+        if self.server.loading is not None:
+            self._reload_later = True
+            return
         try:
             self._reloaded()
         except MlxkvError as error:
             log.error("the settings were not reloaded: %s", error)
             return
         log.info("the settings were reloaded")
-        task = asyncio.get_running_loop().create_task(self._preload())
-        self._reloading = task  # a task that nobody holds may be collected
+        self._reloading = asyncio.get_running_loop().create_task(self._preload())
 
     async def _work(self) -> None:
         self.server.loading = ", ".join(entry.name for entry in self.server.models.first())
@@ -120,6 +125,8 @@ class Life:
             return
         self.server.loading = None
         self._on_ready()
+        if self._reload_later:
+            self.reload()
         while True:
             await asyncio.sleep(TICK_S)
             self.server.models.expire()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .server import Server
 
 #: seconds that a client may leave an answer unread once the socket's buffers are full
-WRITE_S = 120.0
+WRITE_S = 300.0
 #: seconds for which a refused client is listened to, so that it can read why; sockets beyond the limit that may do so
 LINGER_S, LINGERING = 2.0, 64
 

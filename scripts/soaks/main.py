@@ -20,6 +20,8 @@ Parts, and what each compares (docs/results/README.md says which promise each on
              architectures and depths; against plain sampling (--complete: 50,000 texts of engines)
   rows       batches whose rows draft, of every architecture and cache class; against single steps
   arrivals   every architecture that can draft: streams, and requests that come at random points of their cycles
+  clients    200 clients of a server that leave at random moments, over all routes: a second later nothing is left of
+             them, and who comes again finds what was read; of several models
   words      16 conversations at once, each with a word of its own, with evictions and disk loads under way
   histories  random store, look up, extend, branch, evict, damage, restart; against a model that remembers everything
   flips      flipped bytes of the index (--complete: every one)
@@ -66,6 +68,7 @@ from soaks.late import late  # isort: skip
 from soaks.many import arrivals, cancels, many, words  # isort: skip
 from soaks.prompts import prompts  # isort: skip
 from soaks.rows import rows  # isort: skip
+from soaks.serve import clients  # isort: skip
 from soaks.equality import equality  # isort: skip
 from tests import tiny  # isort: skip
 from mlxkv.decode.runtime import Runtime
@@ -225,6 +228,7 @@ MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
         arrivals,
         distribution,
         rows,
+        clients,
     )
 }
 FAULTS = {f.__name__: f for f in (*faults.PARTS, *legacy.PARTS)}

@@ -13,11 +13,18 @@ import pytest
 from typer.testing import CliRunner
 
 from mlxkv.cli import app
+from tests import tiny
 
 
 @pytest.fixture
 def model(tiny_model: Callable[[str], Path]) -> Path:
     return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory) -> Path:
+    """A model that goes on until it is stopped."""
+    return tiny.make("llama", tmp_path_factory.mktemp("endless") / "endless", max_position_embeddings=10**6)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ import pytest
 from mlxkv.cli import session as sessions
 from mlxkv.cli.remote import Remote
 from mlxkv.decode.request import Finished, Progress, Started
-from tests import tiny
 from tests.cli.terminal import ANSWERING, PROMPT, terminal
 
 ROOT = Path(__file__).parents[2]
@@ -27,12 +26,6 @@ KEY = "its-key"
 @pytest.fixture(autouse=True)
 def key(home, monkeypatch):
     monkeypatch.setenv("MLXKV_API_KEY", KEY)
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory) -> Path:
-    """A model that goes on until it is stopped."""
-    return tiny.make("llama", tmp_path_factory.mktemp("endless") / "endless", max_position_embeddings=10**6)
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +77,17 @@ def test_a_session_goes_from_one_to_the_other(cli, url, endless):
     assert ["token_ids" in m for m in answers] == [True, False, True]
 
 
-def test_what_cannot_be_is_said_at_once(cli, url):
+def test_what_cannot_be_is_said_at_once(cli, url, endless):
     unknown = cli("chat", "--url", url, "--model", "nobody", stdin="")
     assert unknown.code == 3 and "'nobody'" in unknown.err and "endless" in unknown.err
     for key in ("", "another"):
         keyless = cli("chat", "--url", url, "--api-key", key, stdin="")
         assert keyless.code == 2 and "key" in keyless.err and "another" not in keyless.err
-    own = cli("chat", "--url", url, "--no-cache", "--draft", "off", stdin="")
-    assert own.code == 2 and "--no-cache" in own.err and "mlxkv serve" in own.err
+    for flags in (["--no-cache"], ["--draft", "off"], ["--ram-budget", "1GB"], ["--max-rows", 2], ["--dtype", "fp16"]):
+        own = cli("chat", "--url", url, *flags, stdin="")
+        assert own.code == 2 and f"{flags[0]} is an engine's setting" in own.err and "mlxkv serve" in own.err
+    alone = cli("chat", "--api-key", "x", "--model", endless, stdin="")
+    assert alone.code == 2 and "--api-key" in alone.err and "--url" in alone.err
     for wrong in ("ftp://127.0.0.1", "http://", "http://a:b@c", "http://[::1", "http://h:x", "http://h/?q"):
         found = cli("chat", "--url", wrong, stdin="")
         assert found.code == 2 and wrong in found.err and "It looks like" in found.err

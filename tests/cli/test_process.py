@@ -120,8 +120,8 @@ def test_two_processes_one_answer(tiny_model, tmp_path):
     assert second["cache"]["source"] == "ssd" and second["token_ids"] == first["token_ids"]
 
 
-def test_chat_on_a_terminal(slow_model):
-    with terminal("chat", "--model", slow_model, "-n", 4000) as chat:
+def test_chat_on_a_terminal(endless):
+    with terminal("chat", "--model", endless, "-n", 50_000) as chat:
         chat.until(PROMPT)
         chat.type("hello\r")
         chat.until(ANSWERING)

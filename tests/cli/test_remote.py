@@ -242,8 +242,9 @@ def test_progress_and_reasoning_on_a_terminal(server):
     )
     with terminal("chat", "--url", server.url, "--api-key", "k") as chat:
         chat.until(rb"toy at http.*" + PROMPT)
-        chat.type("hello\r")
+        chat.type(b"\x1b[200~pasted\nlines\x1b[201~\x1b\rmore\r")  # Alt-Enter before the last line
         chat.until(rb"reading the prompt: 1,024 of 4,000 tokens")
+        assert server.asked[0][2]["messages"] == [{"role": "user", "content": "pasted\nlines\nmore"}]
         chat.until(rb"tokens \xc2\xb7 [12] s")
         server.go_on.set()
         shown = chat.until(rb"tok/s.*" + PROMPT)

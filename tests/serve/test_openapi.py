@@ -30,10 +30,11 @@ CHECKS = [
 ]
 #: bounds of what a made-up body may ask for, so that it is answered soon
 SMALL = {"max_tokens": 3, "max_completion_tokens": 3, "max_output_tokens": 16, "n": 2, "best_of": 2}
+LIMITS = {"/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens", "/v1/responses": "max_output_tokens"}
 #: what can be answered
 GOOD = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "tokens": [5], "max_tokens": 2}
 #: bodies a route; a longer run has more
-EXAMPLES = int(os.environ.get("MLXKV_TEST_EXAMPLES", "6"))
+EXAMPLES = int(os.environ.get("MLXKV_TEST_EXAMPLES", "3"))
 ALL = list(HealthCheck)
 
 
@@ -54,6 +55,9 @@ def sensible(case: Any, turn: int) -> None:
         made["model"] = "llama"
     if turn % 3 == 1:
         made |= {name: value for name, value in GOOD.items() if name in case.body}
+    limit = LIMITS.get(case.operation.path)
+    if limit is not None and case.body.get(limit) is None:
+        made[limit] = SMALL[limit]
     case.body = case.body | made
 
 

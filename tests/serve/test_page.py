@@ -167,9 +167,11 @@ def test_a_conversation_and_what_is_remembered_of_it(page, demo):
 
 
 def test_stop_keeps_what_was_said_and_frees_the_engine(page, demo):
+    page["live-toggle"].click()
     page.send("Tell me a long story about " + "the sea and the wind and " * 80)
     page.until(lambda: page["stop"].is_displayed() and demo.engine.health().active)
     assert "Reading the prompt" in page.texts(".turn.assistant .wait")[0]
+    page.until(lambda: "reading" in page["running"].text)
     page.driver.switch_to.active_element.send_keys(KEYS.ESCAPE)
     page.until(lambda: page["send"].is_displayed())
     assert "stopped after" in page.texts(".turn.assistant .note")[0]

@@ -98,9 +98,13 @@ def test_a_client_that_leaves_is_counted_as_such(http, server):
     change = Change(http)
     body = {"model": "llama", "messages": MESSAGES, "max_tokens": 3000, "stream": True}
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        next(line for line in answer.iter_lines() if '"content":"' in line and '"content":""' not in line)
+        lines = answer.iter_lines()  # kept: to let go of it is to hang up
+        next(line for line in lines if '"content":"' in line and '"content":""' not in line)
         now = http.get("/v1/status").json()
         assert now["active"] == 1
+        (row,) = now["models"][0]["engine"]["rows"]
+        assert row["id"].startswith("chatcmpl-") and row["state"] == "decoding" and row["generated_tokens"] > 0
+        assert row["prompt_tokens"] == row["done_tokens"] > row["cached_tokens"] and row["context_left"] > 0
     assert server.idle()
     assert until(lambda: change("requests_total", status="499", finished_reason="cancelled") == 1)
     assert change("request_success_total") == 0 and change("generation_tokens_total") > 0

@@ -8,7 +8,7 @@ const $ = (id) => document.getElementById(id);
 
 const MEMORY = { weights: "weights", caches: "live caches", joins: "joins", snapshots: "states to be written", restores: "restores", queue: "queue", ram: "prefixes in RAM" };
 const APIS = { "/v1/chat/completions": "chat", "/v1/completions": "text", "/v1/responses": "responses", "/v1/messages": "messages" };
-const STATES = { waiting: "waiting", prefilling: "reading the prompt", decoding: "decoding", leaving: "no longer wanted" };
+const STATES = { waiting: "waiting", prefilling: "reading", decoding: "decoding", leaving: "no longer wanted" };
 
 /** Of `/v1/status`, the model that `name` is, or the first that is loaded. */
 export const modelOf = (status, name) => status.models.find((model) => model.name === name && model.engine) ?? status.models.find((model) => model.engine) ?? null;

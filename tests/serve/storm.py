@@ -1,0 +1,134 @@
+"""Clients that leave at random moments: over all routes, whole answers and streams, in the queue, in prefill and in
+decoding."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import select
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.serve.raw import connect, head
+
+#: a piece of an answer that is not empty, in each route's form
+_TEXT = re.compile(rb'"(content|delta|text)":"[^"]')
+#: what the prompts of a storm begin with, words
+SHARED = "the keeper of the light wrote down every ship that passed "
+
+
+@dataclass
+class Client:
+    """``seconds``: how long it stays. ``abrupt``: it resets the connection. ``saw``: it saw a part of its answer."""
+
+    route: str
+    prompt: str
+    stream: bool
+    seconds: float
+    abrupt: bool
+    saw: bool = False
+
+    def body(self, model: str, **more: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": self.prompt}]
+        limit = {"max_tokens": 400}
+        if self.route == "/v1/completions":
+            made = {"prompt": self.prompt} | limit
+        elif self.route == "/v1/responses":
+            made = {"input": messages, "max_output_tokens": 400, "store": False}
+        else:
+            made = {"messages": messages} | limit
+        return {"model": model, "stream": self.stream} | made | more
+
+
+@dataclass
+class Storm:
+    """What became of it. free_s: seconds from the last one's leaving until the engine had nothing to do; wrong must
+    stay empty."""
+
+    clients: list[Client] = field(default_factory=list)
+    free_s: float = 0.0
+    hits: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+def clients(rng: random.Random, many: int, longest: float) -> list[Client]:
+    made = []
+    for n in range(many):
+        prompt = f"{n} {rng.randrange(1 << 30)} {SHARED * rng.choice((1, 3, 12))}"
+        stay = rng.random() ** 2 * longest
+        made.append(Client(rng.choice(ROUTES), prompt, rng.random() < 0.6, stay, rng.random() < 0.5))
+    return made
+
+
+def _live(client: Client, port: int, model: str) -> None:
+    body = json.dumps(client.body(model)).encode()
+    with connect(port) as sock:
+        sock.sendall(head(client.route, len(body), "anthropic-version: 2023-06-01") + body)
+        until, seen = time.monotonic() + client.seconds, b""
+        while (left := until - time.monotonic()) > 0:
+            if not select.select([sock], [], [], left)[0]:
+                break
+            piece = sock.recv(65536)
+            if not piece:  # it was answered sooner
+                break
+            seen += piece
+        client.saw = _TEXT.search(seen) is not None
+        if client.abrupt:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def storm(server: Any, model: str, rng: random.Random, many: int, longest: float = 1.0, retries: int = 8) -> Storm:
+    """``server``: as in conftest, with an engine that has a store. Then some requests are made again by clients that
+    stay: what was read for them the first time is not read again."""
+    made = Storm(clients(rng, many, longest))
+    threads = [threading.Thread(target=_live, args=(client, server.port, model)) for client in made.clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    left = time.monotonic()
+    while time.monotonic() < left + 30:
+        status = server.engine.status()
+        if not (status.active or status.waiting or status.queued or status.rows or status.reserved_bytes):
+            break
+        time.sleep(0.005)
+    else:
+        made.wrong.append(f"not free after 30 s: {status}")
+    made.free_s = time.monotonic() - left
+    until = time.monotonic() + 10
+    while server.offered.working and time.monotonic() < until:
+        time.sleep(0.01)
+    if server.offered.working:
+        made.wrong.append(f"{server.offered.working} requests are still being answered")
+    for client in rng.sample(saw := [c for c in made.clients if c.saw], min(len(saw), retries)):
+        _retry(made, client, server.url, model)
+    return made
+
+
+def _retry(made: Storm, client: Client, url: str, model: str) -> None:
+    again = Client(client.route, client.prompt, False, 0.0, False)
+    limit = "max_output_tokens" if client.route == "/v1/responses" else "max_tokens"
+    headers = {"anthropic-version": "2023-06-01"}
+    found = httpx.post(f"{url}{client.route}", json=again.body(model, **{limit: 1}), headers=headers, timeout=60)
+    if found.status_code != 200:
+        made.wrong.append(f"{client.route} again: {found.status_code} {found.text[:200]}")
+        return
+    usage = found.json()["usage"]
+    if "cache_read_input_tokens" in usage:
+        fresh = usage["input_tokens"]
+    else:
+        kind = "prompt" if "prompt_tokens" in usage else "input"
+        fresh = usage[f"{kind}_tokens"] - usage[f"{kind}_tokens_details"]["cached_tokens"]
+    made.hits += fresh == 1
+    if fresh != 1:
+        made.wrong.append(f"{client.route} again: {fresh} tokens of its prompt were read a second time")
