@@ -8,6 +8,7 @@ import anthropic
 import httpx
 import pytest
 
+from mlxkv.decode.text import plain
 from tests.serve.conftest import MAX_BODY
 
 USER = {"role": "user", "content": "Tell me about the sea."}
@@ -234,7 +235,9 @@ def test_other_refusals_have_the_form_too(http, claude):
     refused(http.send(large), 413, "request_too_large")
 
 
-def test_what_the_models_template_would_leave_out_is_named_by_its_place(http):
+def test_what_the_models_template_would_leave_out_is_named_by_its_place(http, server, monkeypatch):
+    silent = "{% for m in messages %}{{ m.role ~ ':' ~ m.content }}{% endfor %}"
+    monkeypatch.setattr(plain(server.engine.tokenizer), "chat_template", silent)
     call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
     said = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
