@@ -7,6 +7,7 @@ next are one *stretch*. This module does not own: what an entry hangs on for its
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,29 +54,19 @@ class Stretch:
         return unpack(self.ids[: 4 * most])
 
 
-@dataclass(frozen=True)
-class Tree:
-    """entries: of the key space on disk; left_out: those of them that were not looked at."""
-
-    top: list[Stretch]
-    entries: int = 0
-    left_out: int = 0
-
-
-def on_disk(path: Path, root: bytes, most: int = MOST) -> tuple[list[Found], int]:
-    """The entries of a key space that were used last, most recent first, and how many there are. Nothing where there is
-    no index that can be read. Any thread."""
+def on_disk(path: Path, root: bytes, most: int = MOST) -> list[Found]:
+    """The entries of a key space that were used last, most recent first. None where there is no index that can be read.
+    Any thread."""
     with suppress(sqlite3.Error, OSError):
         index = Index(path, create=False)
         try:
             return _read(index, root, most)
         finally:
             index.close()
-    return [], 0
+    return []
 
 
-def _read(index: Index, root: bytes, most: int) -> tuple[list[Found], int]:
-    (count,) = index.execute("SELECT count(*) FROM entries WHERE root = ?", (root,)).fetchone()
+def _read(index: Index, root: bytes, most: int) -> list[Found]:
     rows = index.execute(
         "SELECT e.key, e.root, e.parent, e.start, e.end, e.row_start, e.base, e.tokens, e.used,"
         " (SELECT group_concat(r.kind || ':' || r.bytes) FROM records r WHERE r.key = e.key)"
@@ -89,14 +80,13 @@ def _read(index: Index, root: bytes, most: int) -> tuple[list[Found], int]:
         entry = Entry(*fields, kinds=frozenset(sizes))
         if entry.sound:
             out.append(Found(entry, sizes, used=float(used)))
-    return out, count
+    return out
 
 
-def tree(disk: Iterable[Found], ram: Iterable[tuple[Entry, dict[str, int]]], root: bytes, entries: int = 0) -> Tree:
-    """``disk``: what ``on_disk`` found; ``ram``: what ``Ram.recent`` did. Entries whose parents are not among them are
-    left out."""
+def tree(disk: Iterable[Found], ram: Iterable[tuple[Entry, dict[str, int]]], root: bytes) -> list[Stretch]:
+    """The stretches that begin a prompt, those used last first. ``disk``: what ``on_disk`` found; ``ram``: what
+    ``Ram.recent`` did. Entries whose parents are not among them are left out."""
     found = {f.entry.key: f for f in disk}
-    looked_at = len(found)
     for entry, sizes in ram:
         if entry.key in found:
             found[entry.key].ram = sizes
@@ -133,7 +123,7 @@ def tree(disk: Iterable[Found], ram: Iterable[tuple[Entry, dict[str, int]]], roo
     while todo:  # not by recursion: a conversation may be long
         made, following = todo.pop()
         made.below = stretches(following, made.end)
-    return Tree(_by_use(top), entries, max(0, entries - looked_at))
+    return _by_use(top)
 
 
 def _nested(group: list[Found]) -> tuple[list[Found], dict[bytes, list[Found]]]:
@@ -189,21 +179,41 @@ def _by_use(stretches: list[Stretch]) -> list[Stretch]:
 
 @dataclass(frozen=True)
 class Account:
-    """What a cache folder holds: bytes of all its files, the smallest budget of those who have it open, and
-    (model, entries, records, record bytes) of each model."""
+    """What a cache folder holds: bytes of all its files, the smallest budget of those who have it open, entries of each
+    key space, and (model, entries, records, record bytes) of each model."""
 
     bytes: int = 0
     budget: int | None = None
+    entries: Mapping[bytes, int] = field(default_factory=dict)
     models: tuple[tuple[str, int, int, int], ...] = ()
 
 
 def account(path: Path) -> Account:
-    """Of the index's own books: no folder is listed. Zeros where there is no index that can be read. Any thread."""
+    """Of the index's own books: no folder is listed. Zeros where there is no index that can be read. Reads the whole
+    index, which may take seconds. Any thread."""
     with suppress(sqlite3.Error, OSError):
         index = Index(path, create=False)
         try:
             (size,) = index.execute("SELECT coalesce(sum(bytes), 0) FROM ledger").fetchone()
-            return Account(size, index.budget(), tuple(index.totals()))
+            entries = dict(index.execute("SELECT root, count(*) FROM entries GROUP BY root").fetchall())
+            return Account(size, index.budget(), entries, tuple(index.totals()))
         finally:
             index.close()
     return Account()
+
+
+class Accounts:
+    """The accounts of folders, of the moment or a little older: one is made again once a hundred times as long as it
+    took has gone by. Any thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[float, Account]] = {}
+
+    def of(self, path: Path) -> Account:
+        until, found = self._known.get(path, (0.0, Account()))
+        started = time.monotonic()
+        if started >= until:
+            found = account(path)
+            took = time.monotonic() - started
+            self._known[path] = (started + took + 100 * took, found)
+        return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import logging
 import os
 import shutil
 import signal
@@ -72,6 +73,7 @@ class _Process:
         quiet_libraries()
         self.flags, self.settings, self.listener = flags, settings, listener
         self._limits_of, self._registry_of, self._safety_of = limits_of, registry_of, safety_of
+        self._raise_open_files = raise_open_files
         self._open_files = raise_open_files()
         self.server = Server(
             Models(registry_of(settings), self._load, max_loaded=settings.max_loaded, check=check),
@@ -91,6 +93,9 @@ class _Process:
             loop.add_signal_handler(number, self._told_to_stop, number)
         loop.add_signal_handler(signal.SIGHUP, self.life.reload)
         await self.life.run()
+        if not self.life.clean:  # a model is still being loaded, or fetched: nothing of it is needed any more
+            sys.stderr.flush()
+            os._exit(INTERRUPTED if signal.SIGINT in self._signals else 0)
         # SIGTERM is how a supervisor stops a service: done, not an error.
         if signal.SIGINT in self._signals:
             raise typer.Exit(INTERRUPTED)
@@ -104,7 +109,7 @@ class _Process:
             os._exit(INTERRUPTED if number == signal.SIGINT else 0)
         if number == signal.SIGINT:
             again = f" Running answers have {self.settings.grace:g} s." if self.server.working else ""
-            typer.echo(f"\nStopping and keeping what was computed.{again} Ctrl-C again ends at once.", err=True)
+            tell(self.settings, f"\nStopping and keeping what was computed.{again} Ctrl-C again ends at once.")
         self.life.stop()
 
     def _device_failed(self, error: DeviceError) -> None:
@@ -123,6 +128,7 @@ class _Process:
         finally:
             status.clear()
         try:
+            self._raise_open_files()  # mlx-lm has lowered it
             say_about(engine, self.settings)
             engine.warm_up()
         except BaseException:
@@ -139,7 +145,7 @@ class _Process:
         self.server.models.reload(self._registry_of(settings), settings.max_loaded)
         fixed = [name for name in FIXED if getattr(settings, name) != getattr(self.settings, name)]
         if fixed:
-            warn(f"{', '.join(fixed)} changed: that takes a restart.")
+            tell(settings, f"{', '.join(fixed)} changed: that takes a restart.", warning=True)
         self.server.limits, self.server.safety, self.server.defaults = limits, safety, defaults
         self.server.use_cache, self.server.cache_salt = settings.cache, settings.cache_salt
         self.settings = settings
@@ -169,14 +175,27 @@ def say_where(settings: Settings, listener: socket.socket, info: Any, server: Se
     others = len(server.models.registry.entries) - 1
     if others:
         said += f"  and {others} more model{'s' if others > 1 else ''}"
-    typer.echo(said, err=True)
-    typer.echo("Ctrl-C stops it.", err=True)
+    tell(settings, said)
+    if not settings.log_json:
+        tell(settings, "Ctrl-C stops it.")
     sys.stderr.flush()
     if not is_loopback(host) and not server.safety.keys:
-        warn(
+        tell(
+            settings,
             f"{host} can be reached from other machines, and everybody there may use this model: THERE IS NO KEY and "
-            "no encryption. Set one with MLXKV_API_KEY, or use --host 127.0.0.1."
+            "no encryption. Set one with MLXKV_API_KEY, or use --host 127.0.0.1.",
+            warning=True,
         )
+
+
+def tell(settings: Settings, text: str, *, warning: bool = False) -> None:
+    """Say something on stderr: to a person, or with --log-json in a line of the log, which nothing else may break."""
+    if settings.log_json:
+        logging.getLogger("mlxkv.serve").log(logging.WARNING if warning else logging.INFO, "%s", text.strip())
+    elif warning:
+        warn(text)
+    else:
+        typer.echo(text, err=True)
 
 
 def listen(settings: Settings) -> socket.socket:

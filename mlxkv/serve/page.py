@@ -44,13 +44,13 @@ def files() -> dict[str, tuple[bytes, str, str]]:
     return found
 
 
-@router.get("/")
+@router.api_route("/", methods=["GET", "HEAD"])
 async def page(request: Request) -> Response:
     """Chat, and a live view of the engine and the prefix store."""
     return _send(request, "index.html")
 
 
-@router.get("/web/{name}")
+@router.api_route("/web/{name}", methods=["GET", "HEAD"])
 async def part(request: Request, name: str) -> Response:
     """A file of the page."""
     return _send(request, name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from anyio import CapacityLimiter
 from fastapi import Depends, Request
 
+from ..cache.tree import Accounts
 from ..decode.request import SamplingParams
 from ..errors import DeviceError
 from .limits import Limits
@@ -46,6 +47,7 @@ class Server:
     metrics: Metrics = field(init=False)
     #: questions about an engine, which wait for its turn, on threads
     questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
+    accounts: Accounts = field(default_factory=Accounts)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: dict(self.models.engines()))

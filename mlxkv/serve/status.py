@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -16,17 +16,20 @@ from pydantic import BaseModel, ConfigDict
 
 from .. import __version__
 from ..cache.index import Entry
-from ..cache.tree import Stretch, account, on_disk, tree
+from ..cache.tree import Stretch, on_disk, tree
 from ..decode.request import Request as Asked
 from ..decode.text import decode
 from ..errors import RequestError
 from ..messages import check_text, normalise
+from .fields import template_kwargs
 from .health import look as look_after
 from .server import Server, Serving
+from .tools_schema import asked_tools
 
 if TYPE_CHECKING:
     from ..cache.store import PrefixStore
     from ..decode.engine import Engine
+    from ..decode.looked import Looked
 
 router = APIRouter()
 T = TypeVar("T")
@@ -107,19 +110,25 @@ class ExplainRequest(BaseModel):
 @router.post("/v1/cache/explain")
 async def explain(server: Serving, body: ExplainRequest) -> dict[str, Any]:
     """What a prompt would find in the prefix store now, and why not more. Nothing is computed or stored."""
-    from ..decode.looked import look
+    from ..decode.looked import look  # it brings MLX, which belongs to an engine's thread
 
     name, engine = loaded(server, body.model)
+    tools = asked_tools(body.tools, None, None)
     asked = Asked(
         messages=normalise(body.messages) if body.messages is not None else None,
         prompt=None if body.prompt is None else check_text(body.prompt, "prompt"),
         tokens=body.tokens,
-        tools=body.tools,
-        template_kwargs=body.chat_template_kwargs or {},
+        tools=[dict(function) for function in tools.functions] if tools is not None else None,
+        template_kwargs=template_kwargs(body.chat_template_kwargs),
         salt=check_text(body.cache_salt or "", "cache_salt") or server.cache_salt,
         use_cache=server.use_cache,
     )
-    found = await _aside(server, lambda: engine.inspect(lambda loop: look(loop, asked, AROUND), PATIENCE))
+
+    def find() -> Looked:
+        made = replace(asked, prepared=engine.prepare(asked))
+        return engine.inspect(lambda loop: look(loop, made, AROUND), PATIENCE)
+
+    found = await _aside(server, find)
     ids, at, lookup = found.tokens, found.lookup.tokens, found.lookup
 
     def text(ids: list[int]) -> str:
@@ -186,19 +195,18 @@ async def cache_tree(
         kept = engine.inspect(take, PATIENCE)
         if kept is None:
             return {"model": name, "off": engine.info.store_off or "it was switched off", "stretches": []}
-        disk, entries = on_disk(kept.path, kept.root)
-        found = tree(disk, kept.ram, kept.root, entries)
         shown = _Shown(engine, server.tells_text, limit)
-        shown.add(found.top)
-        books = account(kept.path)
+        shown.add(tree(on_disk(kept.path, kept.root), kept.ram, kept.root))
+        books = server.accounts.of(kept.path)
+        entries = max(books.entries.get(kept.root, 0), shown.on_disk)
         return {
             "model": name,
             "off": None,
             "block": kept.block,
             "kinds": list(kept.kinds),
             "needs_state": kept.needs_state,
-            "entries": found.entries,
-            "left_out": found.left_out + shown.left_out,
+            "entries": entries,
+            "left_out": entries - shown.on_disk,
             "folder": {
                 "bytes": books.bytes,
                 "budget": books.budget,
@@ -216,16 +224,16 @@ class _Shown:
     def __init__(self, engine: Engine, tells_text: bool, limit: int) -> None:
         self._engine, self._tells_text, self._limit = engine, tells_text, limit
         self.out: list[dict[str, Any]] = []
-        self.left_out = 0
+        #: entries on disk that are shown
+        self.on_disk = 0
 
     def add(self, top: list[Stretch]) -> None:
         level = [(s, None) for s in top]
         while level:
-            room = max(0, self._limit - len(self.out))
-            self.left_out += sum(len(s.found) for s, _ in level[room:])
-            level, following = level[:room], []
+            level, following = level[: max(0, self._limit - len(self.out))], []
             for stretch, above in level:
                 number = len(self.out)
+                self.on_disk += sum(1 for f in stretch.found if f.ssd)
                 self.out.append(self._one(stretch, above))
                 following += [(below, number) for below in stretch.below]
             level = following

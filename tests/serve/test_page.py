@@ -285,5 +285,6 @@ def test_files_are_looked_up_never_opened(demo):
         assert answer.status_code == 200 and answer.headers["x-content-type-options"] == "nosniff"
         same = httpx.get(f"{demo.url}/web/{name}", headers={"If-None-Match": answer.headers["etag"]})
         assert same.status_code == 304 and not same.content
+    assert httpx.head(demo.url).status_code == 200
     for name in ("..%2fapp.py", "%2e%2e/app.py", "nothing.js", "__init__.py", ""):
         assert httpx.get(f"{demo.url}/web/{name}").status_code == 404

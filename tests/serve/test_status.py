@@ -168,6 +168,8 @@ def test_explain_shows_where_a_prompt_parts_from_what_is_stored(http):
         ({"prompt": 3}, 400, "prompt"),
         ({"tokens": [999_999]}, 400, "tokens"),
         ({"messages": [{"role": "nobody", "content": "a"}]}, 400, "messages[0].role"),
+        ({"prompt": "a", "chat_template_kwargs": {"tokenize": False}}, 400, "chat_template_kwargs.tokenize"),
+        ({"prompt": "a", "tools": [{"type": "hammer"}]}, 400, "tools[0].type"),
         ({"prompt": "a", "model": "../llama"}, 404, None),
     ],
 )
