@@ -122,7 +122,7 @@ class Local:
         return Apart(self._engine.submit(replace(request, prepared=prepared)), pipeline)
 
     def names(self) -> list[str]:
-        return [self._engine.info.name]
+        return list(dict.fromkeys((self.shown, *self._settings.models)))
 
     def use(self, name: str, interrupt: Interrupt) -> None:
         # two models may not fit into memory together: the old one goes first, and comes back where the new one fails
@@ -131,7 +131,8 @@ class Local:
         self._running.close()
         interrupt.loading()
         try:
-            self._start(replace(old, model=name, adapter=None))
+            drafts = {"draft_model": None, "draft": "auto" if old.draft == "model" else old.draft}
+            self._start(replace(old, model=name, adapter=None, **drafts))
         except MlxkvError as error:
             warn(f"{name} cannot be used; going back to the model before.")
             self._start(old)

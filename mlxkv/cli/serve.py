@@ -73,6 +73,7 @@ class _Process:
         quiet_libraries()
         self.flags, self.settings, self.listener = flags, settings, listener
         self._limits_of, self._registry_of, self._safety_of = limits_of, registry_of, safety_of
+        self._raise_open_files = raise_open_files
         self._open_files = raise_open_files()
         self.server = Server(
             Models(registry_of(settings), self._load, max_loaded=settings.max_loaded, check=check),
@@ -92,6 +93,9 @@ class _Process:
             loop.add_signal_handler(number, self._told_to_stop, number)
         loop.add_signal_handler(signal.SIGHUP, self.life.reload)
         await self.life.run()
+        if not self.life.clean:  # a model is still being loaded, or fetched: nothing of it is needed any more
+            sys.stderr.flush()
+            os._exit(INTERRUPTED if signal.SIGINT in self._signals else 0)
         # SIGTERM is how a supervisor stops a service: done, not an error.
         if signal.SIGINT in self._signals:
             raise typer.Exit(INTERRUPTED)
@@ -124,6 +128,7 @@ class _Process:
         finally:
             status.clear()
         try:
+            self._raise_open_files()  # mlx-lm has lowered it
             say_about(engine, self.settings)
             engine.warm_up()
         except BaseException:

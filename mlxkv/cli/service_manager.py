@@ -18,6 +18,8 @@ from .service_job import Job
 
 #: seconds that a manager may take, for the server that it stops
 PATIENCE = 600
+#: what bootout ends with while the server still drains (EINPROGRESS on a Mac)
+IN_PROGRESS = 36
 
 LABEL = "local.mlxkv.serve"
 UNIT = "mlxkv.service"
@@ -113,8 +115,11 @@ class Launchd:
     def stop(self) -> None:
         if not self._loaded():
             return
-        _must(self.commands("uninstall")[0])
-        # bootout may come back before the process has ended
+        command = self.commands("uninstall")[0]
+        code, words = _run(command)
+        if code not in (0, IN_PROGRESS) and self._loaded():
+            raise _failed(command, code, words)
+        # bootout comes back before a process has ended that takes its time
         until = time.monotonic() + PATIENCE
         while self._loaded():
             if time.monotonic() > until:
@@ -214,7 +219,11 @@ def _run(command: list[str]) -> tuple[int, str]:
 def _must(command: list[str]) -> None:
     code, words = _run(command)
     if code:
-        raise ServiceError(f"{' '.join(command)} ended with {code}: {words}.", "")
+        raise _failed(command, code, words)
+
+
+def _failed(command: list[str], code: int, words: str) -> ServiceError:
+    return ServiceError(f"{' '.join(command)} ended with {code}: {words}.")
 
 
 def _found(pattern: str, text: str) -> str | None:

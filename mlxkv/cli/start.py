@@ -7,10 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
+from ..errors import ConfigError
 from .options import paint, warn
 from .render import Status
 
@@ -45,6 +47,7 @@ def quiet_libraries() -> None:
 @contextmanager
 def running_engine(settings: Settings, interrupt: Interrupt | None = None, quiet: bool = False) -> Iterator[Engine]:
     """An engine with the model of ``settings``. Says on stderr what the user should know. Raises MlxkvError."""
+    settings = _with_table(settings)
     model = settings.require_model()
     quiet_libraries()
     status = Status(not quiet)
@@ -64,6 +67,21 @@ def running_engine(settings: Settings, interrupt: Interrupt | None = None, quiet
         if interrupt is not None:
             interrupt.closing()
         engine.close()
+
+
+def _with_table(settings: Settings) -> Settings:
+    """``settings`` with those of the table [models.NAME], if the model is called by the name of one."""
+    table = settings.models.get(settings.model or "")
+    if table is None:
+        return settings
+    adapter = None
+    if table.adapter is not None:
+        if table.adapter not in settings.adapters:
+            raise ConfigError(
+                f"The adapter {table.adapter!r} of {settings.model} is not registered.", "Add it to [adapters]."
+            )
+        adapter = str(settings.adapters[table.adapter])
+    return replace(settings, model=table.path, adapter=adapter, **table.options)
 
 
 def say_about(engine: Engine, settings: Settings, quiet: bool = False) -> None:

@@ -28,6 +28,9 @@ class Trial:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self._stateless = sampler.stateless
+        #: as Sampler.plain
+        self.plain = sampler.plain
         self._drafts: list[mx.array] = []
         self._q: list[mx.array | None] = []  # what each was drawn from, as Sampler.weights
         self._known: list[int] = []  # the drafts, where the sampler must know them
@@ -46,11 +49,6 @@ class Trial:
         return not self._cut and self._places[-1] is not None
 
     @property
-    def plain(self) -> bool:
-        """As Sampler.plain."""
-        return self._sampler.plain
-
-    @property
     def vocab_size(self) -> int:
         """Of the target."""
         return self._sampler.vocab_size
@@ -63,7 +61,7 @@ class Trial:
         if self._cut or place is None:
             return mx.zeros(1, mx.int32)
         logits = _fit(logits, sampler.vocab_size)
-        if sampler.plain:
+        if self.plain:
             return self.drafted(mx.argmax(logits, axis=-1).astype(mx.int32))
         logits = sampler.processed(logits.astype(mx.float32), place)
         if sampler.likeliest:
@@ -88,7 +86,7 @@ class Trial:
     def drafted(self, token: mx.array, weights: mx.array | None = None) -> mx.array:
         """``token``, int32 [1], is the next draft of an open trial: drawn from ``weights`` with a key of its own, or
         (None) found without one. Gives it back."""
-        if self._sampler.stateless:
+        if self._stateless:
             self._places.append(Place(self._first.index + len(self._drafts) + 1))
         else:
             self._known.append(int(token.item()))  # type: ignore[arg-type]
@@ -131,7 +129,7 @@ class Trial:
 
     def _processed(self, logits: mx.array, places: list[Place]) -> mx.array:
         """[n, V] after the sampler's processors at ``places``."""
-        if self._sampler.stateless:
+        if self._stateless:
             return self._sampler.processed(logits, places[0])
         rows = [self._sampler.processed(logits[i : i + 1], place) for i, place in enumerate(places)]
         return mx.concatenate(rows)

@@ -14,6 +14,8 @@ from ..errors import DeadEnd
 
 #: chosen tokens after which what is kept against failures is made anew
 KEEP_EVERY = 256
+#: tokens that ``Constraint.free`` looks ahead: more than a cycle can emit, and one that is in flight
+AHEAD = 16
 
 
 class Constraint(Protocol):
@@ -27,6 +29,11 @@ class Constraint(Protocol):
     @property
     def done(self) -> bool:
         """The sequence may end here and no text may follow."""
+        ...
+
+    @property
+    def free(self) -> bool:
+        """Any token may come next, and after it, and so on for ``AHEAD`` tokens, whichever these are."""
         ...
 
     def mask(self) -> np.ndarray:
@@ -68,6 +75,11 @@ class Scout:
     def done(self) -> bool:
         """As Constraint.done."""
         return self._done[0]
+
+    @property
+    def free(self) -> bool:
+        """As Constraint.free. While it stands further than what was chosen: as from there, which may be less."""
+        return self._constraint.free
 
     def advance(self, token: int) -> None:
         """``token`` was chosen. Raises DeadEnd if it was not allowed, or nothing can follow it."""
@@ -152,11 +164,6 @@ def unpack(mask: np.ndarray) -> np.ndarray:
 def allows(mask: np.ndarray, token: int) -> bool:
     """Whether a mask allows an id, which may be any number."""
     return 0 <= token < 32 * len(mask) and bool(mask[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
-
-
-def free(mask: np.ndarray) -> bool:
-    """Whether a mask allows everything."""
-    return bool((mask == 0xFFFFFFFF).all())
 
 
 def apply(logits: mx.array, mask: np.ndarray) -> mx.array:

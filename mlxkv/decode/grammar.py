@@ -167,6 +167,10 @@ class GrammarConstraint:
         return self._ended or self._matcher.is_accepting()
 
     @property
+    def free(self) -> bool:
+        return False
+
+    @property
     def done(self) -> bool:
         return self._ended or (self.accepting and not (self._possible() & self._vocabulary.text).any())
 

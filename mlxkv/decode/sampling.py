@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from .constraint import Constraint, Scout, apply, free
+from .constraint import Constraint, Scout, apply
 from .counts import Counts, Seen
 from .filters import min_p, top_k, top_p
 from .request import SamplingParams, TokenLogprob
@@ -92,10 +92,17 @@ class Sampler:
         # OpenAI's two penalties count what was generated, not the prompt
         self._generated = Counts([]) if params.presence_penalty or params.frequency_penalty else None
         self._scout = Scout(constraint) if constraint is not None else None
-        #: what it makes of logits does not depend on earlier tokens
-        self.stateless = all(x is None for x in (self._recent, self._generated, constraint))
-        #: takes nothing but the likeliest token of the model's own logits
-        self.plain = self.likeliest and self.stateless and self._bias is None
+        self._counts = self._recent is not None or self._generated is not None
+
+    @property
+    def stateless(self) -> bool:
+        """What it makes of the logits of the next tokens, as many as a cycle has, does not depend on those before."""
+        return not self._counts and (self._scout is None or self._scout.free)
+
+    @property
+    def plain(self) -> bool:
+        """It takes nothing but the likeliest token of the model's own logits, for as many tokens."""
+        return self.likeliest and self._bias is None and self.stateless
 
     @property
     def done(self) -> bool:
@@ -126,7 +133,7 @@ class Sampler:
     @property
     def place(self) -> Place:
         """Of the next token; good until the next ``advance``."""
-        return self._place([], None if self._scout is None else self._scout.mask)
+        return self._place([], None if self._scout is None or self._scout.free else self._scout.mask)
 
     def after(self, drafts: list[int]) -> Place | None:
         """Of the token after ``drafts``, if these were the next ones; None where none may follow them: they are not
@@ -138,8 +145,6 @@ class Sampler:
         return self._place(drafts, allowed)
 
     def _place(self, drafts: list[int], allowed: np.ndarray | None) -> Place:
-        if allowed is not None and free(allowed):
-            allowed = None
         return Place(
             self._index + len(drafts),
             None if self._recent is None else self._recent.seen(drafts),

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import DeadEnd
-from .constraint import Constraint, allows, pack
+from .constraint import AHEAD, Constraint, allows, pack
 from .prompt import Rendered
 from .request import Request
+from .text import decode
 
 #: where a prompt ends: within a thought, behind one, or where there is none
 Stand = Literal["open", "closed", "none"]
@@ -39,7 +40,8 @@ class Marks:
         """Where a prompt ends. Marks in the words of the caller's messages are only words; a raw prompt's is open where
         it ends with the mark."""
         if rendered.ids is not None:
-            return "open" if rendered.text.rstrip().endswith(self.start) else "none"
+            text = rendered.text or decode(rendered.tokenizer, rendered.ids[-16:])
+            return "open" if text.rstrip().endswith(self.start) else "none"
         tail = rendered.text[rendered.tail :]
         began, ended = tail.rfind(self.start), tail.rfind(self.end)
         if began > ended:
@@ -124,6 +126,11 @@ class Thoughts:
     @property
     def done(self) -> bool:
         return self._grammar is not None and self._at.stage == "answer" and self._grammar.done
+
+    @property
+    def free(self) -> bool:
+        within = self._budget is None or self._at.spent + AHEAD <= self._budget
+        return self._grammar is None and within
 
     def mask(self) -> np.ndarray:
         at, marks, grammar = self._at, self._marks, self._grammar

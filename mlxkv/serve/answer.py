@@ -59,7 +59,7 @@ class Answer:
     loop.
 
     Choice 0 is asked first, the others once its prompt is read, so that they find its prefix; the i-th has the seed
-    ``seed + i``. ``Ping`` comes after each ``server.ping_s`` seconds in which nothing came that a client sees, unless
+    ``seed + i``. ``Ping`` comes after each ``limits.ping_s`` seconds in which nothing came that a client sees, unless
     the engine hangs.
     """
 
@@ -86,7 +86,10 @@ class Answer:
         self._opening: asyncio.Task[None] | None = None
         self._adding = False  # the other choices are being queued
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timers: list[asyncio.TimerHandle] = []
+        #: ends it when its time is up; looks for silence; ends the wait for last words
+        self._clock: asyncio.TimerHandle | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        self._last: asyncio.TimerHandle | None = None
         self._shown = self._began  # when something came that a client sees
 
     @classmethod
@@ -97,7 +100,7 @@ class Answer:
         try:
             answer._stack.enter_context(hang_up(http, answer._gone))
             if (seconds := answer.time_limit) is not None:
-                answer._timers.append(asyncio.get_running_loop().call_later(seconds, answer._late, seconds))
+                answer._clock = asyncio.get_running_loop().call_later(seconds, answer._late, seconds)
             answer._opening = asyncio.create_task(answer._open())
             await answer._opened(PATIENCE if asked.stream else None)
         except BaseException as error:
@@ -158,8 +161,9 @@ class Answer:
             error = ClientGone("The answer was not read to its end.")
         for ticket in self._tickets.values():
             ticket.cancel()  # does nothing to one that is done
-        for timer in self._timers:
-            timer.cancel()
+        for timer in (self._clock, self._silence):
+            if timer is not None:
+                timer.cancel()
         if running := {task for task in (self._opening, *self._tasks) if task is not None and not task.done()}:
             for task in running:
                 task.cancel()
@@ -169,7 +173,7 @@ class Answer:
         await self._stack.aclose()
         self._end = error
         if self._running:  # what they got to see goes into the books too
-            self._timers = [asyncio.get_running_loop().call_later(LAST_WORDS, self._tell)]
+            self._last = asyncio.get_running_loop().call_later(LAST_WORDS, self._tell)
         else:
             self._tell()
 
@@ -178,8 +182,8 @@ class Answer:
         if self._told:
             return
         self._told = True
-        for timer in self._timers:
-            timer.cancel()
+        if self._last is not None:
+            self._last.cancel()
         error = self._end
         left = isinstance(error, (ClientGone, asyncio.CancelledError))
         if error is not None and not left and not isinstance(error, MlxkvError):
@@ -212,8 +216,10 @@ class Answer:
         assert self._opening is not None
         self._opening.add_done_callback(self._work_done)
         woken = asyncio.ensure_future(self._arrived.wait())
-        await asyncio.wait({self._opening, woken}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        woken.cancel()
+        try:
+            await asyncio.wait({self._opening, woken}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            woken.cancel()
         if self._opening.done():
             self._opening.result()  # raises what refuses the request
         if self._error is not None and not self._parts:  # else it comes behind them
@@ -352,8 +358,7 @@ class Answer:
 
     def _next_look(self, interval: float) -> None:
         due = max(0.0, self._shown + interval - time.monotonic())
-        timer = asyncio.get_running_loop().call_later(due, self._look, interval)
-        self._timers = [t for t in self._timers if not t.cancelled() and t.when() > timer.when() - due] + [timer]
+        self._silence = asyncio.get_running_loop().call_later(due, self._look, interval)
 
     def _look(self, interval: float) -> None:
         if self._closed or self._over or self._error is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ..decode.request import Usage
@@ -24,8 +24,9 @@ PING: Event = {"type": "ping"}
 
 @dataclass
 class Events:
-    """Makes the events of one message. ``max_tokens``: what was asked for. ``hidden``: the client is not shown what the
-    model thinks. ``unsure``: it asked why a prompt was not found again, which ``mlxkv.cache`` answers, in its words."""
+    """Makes the events of one message. ``max_tokens``: what was asked for; of 0 there is no answer. ``hidden``: the
+    client is not shown what the model thinks. ``unsure``: it asked why a prompt was not found again, which
+    ``mlxkv.cache`` answers, in its words."""
 
     id: str
     model: str
@@ -43,6 +44,8 @@ class Events:
         """The events that ``part`` causes; the first part is Begun, the last Ended."""
         if isinstance(part, Begun):
             return self._start(part)
+        if self.max_tokens == 0 and isinstance(part, (Text, Thought, Call, Arguments)):
+            return []
         if isinstance(part, Text):
             return self._text(part.text)
         if isinstance(part, Thought):
@@ -106,7 +109,9 @@ class Events:
         made += self._close()
         usage = part.completion.usage
         reason = "end_turn"
-        if part.finish == "tool_calls":
+        if self.max_tokens == 0:
+            usage, reason = replace(usage, completion_tokens=0), "max_tokens"
+        elif part.finish == "tool_calls":
             reason = "tool_use"
         elif part.finish == "length":  # fewer tokens than were asked for: there was no room for more
             full = usage.completion_tokens < self.max_tokens

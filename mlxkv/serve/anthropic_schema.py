@@ -11,7 +11,7 @@ from ..decode.request import Grammar, Request, SamplingParams
 from ..errors import RequestError
 from ..messages import check_text
 from .anthropic_messages import CacheControl, check_cache_control, conversation
-from .fields import MAX_STOPS, Body, Strict, limit, template_kwargs
+from .fields import MAX_STOPS, Body, Strict, template_kwargs
 from .parts import Asked, Reasoning, Tools
 from .server import Server
 
@@ -236,7 +236,8 @@ class MessagesRequest(CountRequest):
         """Everything that is asked for. Raises RequestError naming the field at fault."""
         if self.thread is not None:
             raise NoThreads("thread is not supported.", "Send the whole conversation.", param="thread")
-        limit(self.max_tokens, "max_tokens")
+        if self.max_tokens < 0:
+            raise RequestError(f"max_tokens is {self.max_tokens}.", "It must be at least 0.", param="max_tokens")
         if self.timeout is not None and not 0 < self.timeout < 1e7:
             raise RequestError(f"timeout is {self.timeout}.", "It is a number of seconds above 0.", param="timeout")
         asked = super().to_asked(server)
@@ -259,8 +260,9 @@ class MessagesRequest(CountRequest):
         )
 
     def _sampling(self, defaults: SamplingParams) -> SamplingParams:
-        names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+        names = ("temperature", "top_p", "top_k", "min_p", "seed")
         asked: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        asked["max_tokens"] = self.max_tokens or 1  # 0: the prompt is to be remembered, and for that it must be read
         if self.stop_sequences is not None:
             stops = tuple(check_text(stop, "stop_sequences") for stop in self.stop_sequences)
             if not all(stops):

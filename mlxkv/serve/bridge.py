@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,5 +60,3 @@ def hang_up(http: Request, gone: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         watcher.cancel()
-        with contextlib.suppress(RuntimeError):  # a loop that is closing
-            watcher.add_done_callback(lambda task: task.cancelled() or task.exception())

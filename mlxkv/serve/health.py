@@ -33,6 +33,7 @@ class Health(BaseModel):
 _DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "Not now; `reason` says why.", "model": Health}}
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=Health, responses=_DOWN)
 async def health(server: Serving) -> JSONResponse:
     """200 while every engine that is loaded takes requests, else 503 with the reason."""
@@ -40,6 +41,7 @@ async def health(server: Serving) -> JSONResponse:
     return JSONResponse(body, 200 if reason is None else 503)
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_model=Health, responses=_DOWN)
 async def ready(server: Serving) -> JSONResponse:
     """200 if a request that comes now would be answered, else 503 with the reason."""

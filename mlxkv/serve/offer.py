@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxkv.serve")
 
-#: open files that a server asks the system for (a Mac gives 256 unless asked), and those of them that are no sockets:
-#: readers and writers of the store, its index, libraries
-OPEN_FILES, OTHER_FILES = 10_240, 192
+#: open files that a server asks the system for (a Mac gives 256 unless asked). mlx-lm, as it is imported, sets 2,048 of
+#: at most 4,096; more than that cannot be had afterwards
+OPEN_FILES = 4096
+#: those of them that are no sockets: readers and writers of the store, its index, libraries
+OTHER_FILES = 192
 
 
 def raise_open_files() -> int:
-    """Raise the limit of open files as far as that is allowed and useful; gives back what it is now."""
+    """Raise the limit of open files as far as that is allowed and useful; gives back what it is now. To be called again
+    once mlx-lm was imported."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

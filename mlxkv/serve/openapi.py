@@ -28,6 +28,12 @@ WORK = {
 FOUND = {400: "A parameter is not valid.", 404: "There is no such thing."}
 #: routes whose answers stream where the body asks for it
 STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+#: one event of a stream; ``data`` is JSON, or ``[DONE]``
+_EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
 #: answers that are no JSON
 PLAIN = ("/metrics",)
 
@@ -110,7 +116,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
             str(status), {"description": description, "content": {"application/json": {"schema": schema}}}
         )
     if path in STREAMS and method == "post":
-        answers["200"].setdefault("content", {})["text/event-stream"] = {"schema": {"type": "string"}}
+        answers["200"].setdefault("content", {})["text/event-stream"] = {"schema": _EVENT}
     if path in PLAIN:
         answers["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     operation["responses"] = dict(sorted(answers.items()))

@@ -18,7 +18,7 @@ from .answer import Answer
 from .asking import counted
 from .chat import extension, logprobs_object
 from .errors import error_of
-from .parts import Asked, Part
+from .parts import Asked, Ended, Part
 from .responses_output import Event, Output
 from .responses_schema import ResponsesRequest
 from .responses_store import Kept, Responses
@@ -86,9 +86,10 @@ def _conversation(
     before = None
     if body.previous_response_id is not None:
         before = _found(kept, body.previous_response_id, "previous_response_id")
-    if body.input is None and before is None:
+    nothing = body.input is None or body.input == []
+    if nothing and before is None:
         raise RequestError("input is missing.", "Give a text or a list of items.", param="input")
-    items = [] if body.input is None else responses_input.checked(body.input, kept.item)
+    items = [] if nothing else responses_input.checked(body.input, kept.item)
     earlier = [] if before is None else before.items()
     return responses_input.messages(earlier, items, body.instructions), items, before
 
@@ -139,7 +140,7 @@ class Running:
     def feed(self, part: Part) -> list[Event]:
         """The events of a part. What is whole is kept, unless the caller wants it not to be."""
         made = self.output.feed(part)
-        if self.output.done and self.body.store is not False:
+        if isinstance(part, Ended) and self.body.store is not False:
             self.kept.add(Kept(self.output.response, self.items, self.before))
         return made
 

@@ -185,6 +185,18 @@ def test_another_model_on_the_way(chat, tiny_model):
     assert "answers       18 tokens" in found.err and str(other) in found.err
 
 
+def test_a_model_of_the_configuration(chat, cli, home, tiny_model):
+    other = tiny_model("qwen3_5")
+    (home / "config" / "mlxkv").mkdir(parents=True)
+    (home / "config" / "mlxkv" / "config.toml").write_text(f'[models.other]\npath = "{other}"\ndraft = "off"\n')
+    found = chat("/model\n/model other\nhello\n/stats\n", "--json", "--draft", "ngram")
+    assert found.code == 0 and "  other\n" in found.err and f"model         {other.name} ({other})" in found.err
+    assert "drafts        off" in found.err
+    assert cli("chat", "-m", "other", "--json", "-n", 2, stdin="hello\n").code == 0
+    assert {sessions.load(path).model for path in sessions.paths()} == {str(other)}
+    assert cli("run", "hello", "-m", "other", "--json", "-n", 2).code == 0
+
+
 def test_load(chat, home):
     first = chat("hello\n/save\n", "--json").lines[0]
     out = home / "said.json"

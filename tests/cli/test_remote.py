@@ -230,7 +230,9 @@ def test_servers_without_models(cli, server):
         assert found.code == 3 and "has no model" in found.err
 
 
-def test_progress_and_reasoning_on_a_terminal(server):
+def test_on_a_terminal(server):
+    """Ctrl-C before an answer begins; then how much of the prompt is read, the reasoning, the answer."""
+    server.stream(None)
     server.stream(
         progress(1024, 4000),
         None,
@@ -242,25 +244,18 @@ def test_progress_and_reasoning_on_a_terminal(server):
     )
     with terminal("chat", "--url", server.url, "--api-key", "k") as chat:
         chat.until(rb"toy at http.*" + PROMPT)
+        chat.type("hello\r")
+        chat.until(rb"waiting for the answer")
+        chat.type(b"\x03")
+        chat.until(rb"question was not kept.*" + PROMPT)
+        assert "0 turns" in chat.ask("/stats")
         chat.type(b"\x1b[200~pasted\nlines\x1b[201~\x1b\rmore\r")  # Alt-Enter before the last line
         chat.until(rb"reading the prompt: 1,024 of 4,000 tokens")
-        assert server.asked[0][2]["messages"] == [{"role": "user", "content": "pasted\nlines\nmore"}]
+        assert server.asked[1][2]["messages"] == [{"role": "user", "content": "pasted\nlines\nmore"}]
         chat.until(rb"tokens \xc2\xb7 [12] s")
         server.go_on.set()
         shown = chat.until(rb"tok/s.*" + PROMPT)
         assert b"\x1b[2m**I** [2Jthink\x1b[0m" in shown and b"\x1b[2J" not in shown
         # the reasoning as it is, the answer as Markdown
         assert "**I** [2Jthink\n\nIt is done." in readable(shown) and b"90 cached" in shown
-        assert chat.end() == 0
-
-
-def test_ctrl_c_before_the_answer_begins(server):
-    server.stream(None)
-    with terminal("chat", "--url", server.url) as chat:
-        chat.until(rb"toy at http.*" + PROMPT)
-        chat.type("hello\r")
-        chat.until(rb"waiting for the answer")
-        chat.type(b"\x03")
-        chat.until(rb"question was not kept.*" + PROMPT)
-        assert "0 turns" in chat.ask("/stats")
         assert chat.end() == 0

@@ -85,7 +85,8 @@ def launchd(tool, monkeypatch):
         """case "$1 $2" in
         bootstrap*) [ ! -e refuse ] || { echo "Bootstrap failed: 5: Input/output error" >&2; exit 5; }
             : > loaded ;;
-        bootout*) [ -e loaded ] || exit 3; /bin/mv loaded ending ;;
+        bootout*) [ -e loaded ] || exit 3; [ ! -e keep ] || { echo "Not permitted" >&2; exit 1; }
+            /bin/mv loaded ending; echo "Boot-out failed: 36: Operation now in progress" >&2; exit 36 ;;
         "print gui/"*/local.mlxkv.serve)
             [ ! -e ending ] || { /bin/rm ending; exit 0; }
             [ -e loaded ] || { echo "Could not find service" >&2; exit 113; }
@@ -169,6 +170,10 @@ def test_what_the_manager_refuses_leaves_things_as_they_were(cli, launchd, home)
     before = file.read_bytes()
     (home / "refuse").touch()
     assert cli("service", "install", "--port", 4322).code == 1 and file.read_bytes() == before
+    (home / "loaded").touch()
+    (home / "keep").touch()
+    kept = cli("service", "uninstall")
+    assert kept.code == 1 and "Not permitted" in kept.err and file.exists()
 
 
 @pytest.mark.parametrize(("platform", "name"), [("darwin", "launchctl"), ("linux", "systemctl")])
@@ -252,8 +257,9 @@ def test_values_come_back_as_they_were(cli, systemd, home, monkeypatch, model):
     assert cli("service", "status", "--json").json["url"] == "http://127.0.0.1:8642"
     analyze = shutil.which("systemd-analyze", path=os.defpath)
     if analyze:
-        done = subprocess.run([analyze, "verify", "--user", "--man=no", file], capture_output=True, text=True)
-        assert "mlxkv.service" not in done.stderr, done.stderr
+        verify = [analyze, "verify", "--user", "--man=no", file]
+        done = subprocess.run(verify, capture_output=True, text=True, env=os.environ | {"XDG_RUNTIME_DIR": str(home)})
+        assert done.returncode == 0 and "mlxkv.service" not in done.stderr, done.stderr
     file.write_text("[Service]\n")
     broken = cli("service", "status")
     assert broken.code == 2 and "mlxkv service install" in broken.err

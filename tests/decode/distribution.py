@@ -32,7 +32,7 @@ PLACE = {p: i for i, p in enumerate(PREFIXES)}
 class NoneTwice:
     """Allows what is not the token before; 0 only first."""
 
-    accepting = done = False
+    accepting = done = free = False
 
     def __init__(self, tokens: tuple[int, ...] = ()) -> None:
         self.tokens = list(tokens)

@@ -349,7 +349,7 @@ class Trap:
     """After 0 comes 0 or 1; with 1 it breaks (``how``: in the mask, in ``advance``, or with a panic), and there is no
     way back either."""
 
-    accepting = done = False
+    accepting = done = free = False
 
     def __init__(self, how: str, tokens: tuple[int, ...] = ()) -> None:
         self.how, self.tokens, self.broken = how, list(tokens), False
@@ -400,7 +400,7 @@ def test_a_draft_that_leads_nowhere_harms_nobody_until_it_is_chosen(how):
 def test_a_scout_computes_no_mask_twice():
     class Counting:
         masks = 0
-        accepting = done = False
+        accepting = done = free = False
 
         def mask(self) -> np.ndarray:
             self.masks += 1

@@ -37,6 +37,7 @@ class Cycle:
         return self.at >= self.length
 
     done = accepting
+    free = False
 
     def mask(self) -> np.ndarray:
         return pack([] if self.done else [5 + self.at % 2], self.size)

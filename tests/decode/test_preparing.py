@@ -225,6 +225,8 @@ def test_a_raw_prompt_may_end_within_a_thought():
         return prepare(Request(**given), wrapped(thinks=True), {tiny.EOS}, 1000, 4096).thinking
 
     assert thinking(prompt="what?<think>\n") and not thinking(prompt="<think>no</think>")
+    ids = wrapped(thinks=True).encode("what?<think>\n", add_special_tokens=False)
+    assert thinking(tokens=ids) and not thinking(tokens=ids[:3])
     assert not thinking(prompt="what is <think> for")
 
 

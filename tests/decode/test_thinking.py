@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxkv
-from mlxkv.decode.constraint import pack, unpack
+from mlxkv.decode.constraint import AHEAD, pack, unpack
 from mlxkv.decode.thinking import Marks, Thoughts
 from mlxkv.errors import DeadEnd
 from tests import tiny
@@ -24,6 +24,8 @@ SHORT = Marks("<", ">", (1,), (3,))
 
 class Sixes:
     """A grammar: 6, then 7, then the end."""
+
+    free = False
 
     def __init__(self, at: int = 0) -> None:
         self.at = at
@@ -89,7 +91,7 @@ def expected(tokens, marks, thinking, budget, grammar):
             said = 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_masks_are_what_the_tokens_say_forwards_and_back(data):
     marks = data.draw(st.sampled_from([MARKS, SHORT]))
@@ -104,6 +106,8 @@ def test_masks_are_what_the_tokens_say_forwards_and_back(data):
         may, inside, said = found
         assert allowed(thoughts) == may
         assert thoughts.done == (said == 2)
+        if thoughts.free:
+            assert may == set(range(SIZE))
         if inside or said is not None:
             assert thoughts.accepting == (not grammar or (said or 0) >= 2)
         act = data.draw(st.sampled_from(["on", "on", "mark", "mark", "back", "fork", "wrong"]))
@@ -121,6 +125,19 @@ def test_masks_are_what_the_tokens_say_forwards_and_back(data):
         elif act == "wrong" and set(range(SIZE)) - may:
             with pytest.raises(DeadEnd):
                 thoughts.advance(data.draw(st.sampled_from(sorted(set(range(SIZE)) - may))))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.booleans(), st.lists(st.integers(0, SIZE - 1), min_size=20, max_size=60), st.sampled_from([None, 18, 30]))
+def test_what_is_free_stays_so_for_as_many_tokens_as_a_cycle_has(thinking, tokens, budget):
+    thoughts, until = Thoughts(SHORT, thinking, budget, None, SIZE, EOS), 0
+    for at, token in enumerate(tokens):
+        if thoughts.free:
+            until = at + AHEAD
+        may = allowed(thoughts)
+        assert at >= until or may == set(range(SIZE))
+        thoughts.advance(token if token in may else sorted(may)[0])
+    assert until
 
 
 def test_going_back_further_than_the_start_is_refused():
@@ -156,7 +173,7 @@ def engine_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 7}])
-@pytest.mark.parametrize("budget", [0, 1, 20])
+@pytest.mark.parametrize("budget", [0, 1, 30])
 def test_a_thought_ends_when_its_budget_is_spent(engine_of, budget, sampling):
     sampling = {"max_tokens": 48, "logit_bias": NO_MARKS, **sampling}
     plain = mlxkv.generate(engine_of(), HELLO, **sampling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from mlxkv.decode.engine import Engine
 from mlxkv.serve import Limits, Server
 from mlxkv.serve.life import uvicorn_config
+
+#: reading the certificates of the system takes a client 0.1 s, and no test needs them
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 MAX_BODY = 200_000
 
@@ -79,11 +83,12 @@ def server(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
 @pytest.fixture
 def client(server: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+    plain = DefaultHttpxClient(verify=NO_TLS)
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=plain) as made:
         yield made
 
 
 @pytest.fixture
 def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as made:
+    with httpx.Client(base_url=server.url, timeout=30, verify=NO_TLS) as made:
         yield made

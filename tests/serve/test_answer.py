@@ -13,9 +13,10 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from mlxkv.decode.request import Delta
 from mlxkv.decode.text import plain
 from mlxkv.errors import ConfigError, DeviceError, EngineError
-from mlxkv.serve import Limits, answer
+from mlxkv.serve import Limits, answer, sse
 from mlxkv.serve.models import Models
 from mlxkv.serve.registry import Entry, Registry
 from tests.serve import chunks
@@ -330,6 +331,20 @@ def test_a_client_that_leaves_while_a_model_loads_is_forgotten():
         loaded.set()
         _until(lambda: models.states()[0].state == "ready")
         assert models.states()[0].leases == 0 and not engine.tickets
+
+
+def test_a_client_that_takes_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(sse, "STALLED", 0.3)
+    with acting() as (engine, http), posted(http, STREAM):
+        ticket = engine.begin()
+        ids = list(engine.tokenizer.encode("a", add_special_tokens=False))
+        text = "a" * 1_000_000
+        for _ in range(100):  # more than the system keeps for a socket
+            if ticket.cancelled:
+                break
+            ticket.put(Delta(text, ids))
+            time.sleep(0.05)
+        assert engine.cancelled()
 
 
 def test_leases_come_back_however_a_request_ends():

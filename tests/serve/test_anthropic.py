@@ -138,6 +138,15 @@ def test_what_asks_for_nothing_is_taken(claude):
     assert asked.diagnostics.cache_miss_reason.type == "unavailable"
 
 
+def test_a_prompt_is_remembered_without_an_answer(claude):
+    ahead = BODY | {"messages": [USER | {"content": "This will be asked later. " * 20}]}
+    warmed = claude.messages.create(**ahead | {"max_tokens": 0})
+    assert warmed.content == [] and warmed.stop_reason == "max_tokens" and warmed.usage.output_tokens == 0
+    assert warmed.usage.input_tokens > 100
+    asked = claude.messages.create(**ahead)
+    assert asked.usage.input_tokens == 1 and asked.content[0].text
+
+
 def test_models_are_listed_for_both_apis(claude, http):
     (model,) = claude.models.list()
     assert model.id == model.display_name == "llama" and model.type == "model" and model.created_at.year > 2000
@@ -165,7 +174,7 @@ def test_a_salt_shares_nothing(claude):
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [3]}, "messages[0]"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": 2**70}, "max_tokens"),
         ({"system": 3}, "system"),
@@ -232,14 +241,6 @@ def test_other_refusals_have_the_form_too(http, claude):
         assert refused(old)["param"] == "anthropic-version"
     large = httpx.Request("POST", f"{http.base_url}/v1/messages", content=b"x" * (MAX_BODY + 1))
     refused(http.send(large), 413, "request_too_large")
-
-
-def test_what_the_models_template_would_leave_out_is_named_by_its_place(http):
-    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
-    said = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-    error = refused(http.post("/v1/messages", json=BODY | {"system": "Be brief.", "messages": said}))
-    assert error["param"] == "messages[1]" and error["message"].startswith("messages[1]: ")
 
 
 def test_thinking_is_not_for_an_answer_that_has_begun(http):

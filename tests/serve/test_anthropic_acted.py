@@ -73,3 +73,15 @@ def test_a_client_that_leaves_cancels():
             engine.begin()
             next(answer.iter_text())
         assert engine.cancelled()
+
+
+def test_what_the_models_template_would_leave_out_is_named_by_its_place():
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
+    said = [*BODY["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    with acting() as (engine, http):
+        engine.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        answer = http.post("/v1/messages", json=BODY | {"system": "Be brief.", "messages": said})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "messages[1]"
+    assert error["message"].startswith("messages[1]: ") and "calls of tools" in error["message"]

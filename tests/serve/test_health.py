@@ -19,6 +19,12 @@ def reasons(url: str) -> list[tuple[int, str, str | None]]:
     return [(a.status_code, a.json()["status"], a.json()["reason"]) for a in answers]
 
 
+def test_monitors_that_only_look_at_the_head(server, http):
+    for path in ("/health", "/ready"):
+        found = http.head(path)
+        assert found.status_code == 200 and found.content == b""
+
+
 def test_a_step_that_raises(tiny_model):
     def act(logits, marked):
         raise RuntimeError("a kernel went wrong")

@@ -92,6 +92,8 @@ def test_a_structured_answer_or_a_call(client: OpenAI) -> None:
     for tools in ([], [NOW]):
         choice = asked(client, response_format=form, tools=tools).choices[0]
         assert calls(choice) == [("now", {})] if choice.message.tool_calls else json.loads(choice.message.content)
+    thinking = asked(client, response_format=form, tools=[], extra_body={"enable_thinking": True}).choices[0].message
+    assert thinking.reasoning_content and json.loads(thinking.content)["city"] in ("Rome", "Oslo")
 
 
 def test_thinking_on_and_off(client: OpenAI) -> None:

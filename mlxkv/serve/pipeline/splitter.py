@@ -11,6 +11,10 @@ from typing import Literal
 
 from .tools import CallFormat, Made, Malformed
 
+#: characters of an answer that may turn out to be no call; beyond them it makes none. A model that repeats itself
+#: writes markers without end, and each of them is looked at
+PATIENCE = 300_000
+
 Kind = Literal["text", "thought", "calls", "nothing"]
 
 
@@ -43,9 +47,12 @@ class Splitter:
         self._seam = inside  # text, or a thought, begins right behind a marker
         self._lead = 0  # white space before the marker of the call that is being read
         self._looked = 0  # where to look for its end
-        self._more: list[str] = []  # of a long call
-        self._tail = ""
+        self._until: tuple[str, ...] | None = None  # what must come before anything can be decided
+        self._more: list[str] = []  # what came since
+        self._tail = ""  # its end, which may be the start of such a mark
         self._out: list[Segment] = []
+        self._patience = PATIENCE
+        self._read_before: tuple[str, list[Made]] | None = None
 
     @property
     def over(self) -> bool:
@@ -53,11 +60,12 @@ class Splitter:
         return self._mode == "over"
 
     def feed(self, text: str) -> list[Segment]:
-        if self._mode == "call" and self._calls is not None:  # do not copy a long call for each of its tokens
+        if self._until is not None:  # do not copy a long call for each of its tokens
             self._more.append(text)
             self._tail += text
-            if self._calls.end not in self._tail or not self._calls.end:
-                self._tail = self._tail[-len(self._calls.end) :] if self._calls.end else ""
+            if not any(mark in self._tail for mark in self._until):
+                keep = max(map(len, self._until), default=0)
+                self._tail = self._tail[-keep:] if keep else ""
                 return []
         else:
             self._text += text
@@ -70,9 +78,9 @@ class Splitter:
         return self._run(final=True, whole=whole)
 
     def _gather(self) -> None:
-        if self._more:
+        if self._until is not None:
             self._text += "".join(self._more)
-            self._more, self._tail = [], ""
+            self._more, self._tail, self._until = [], "", None
 
     def _run(self, final: bool, whole: bool) -> list[Segment]:
         steps = {
@@ -104,6 +112,8 @@ class Splitter:
         return self._say("text", len(self._text) - keep)
 
     def _begin_text(self, final: bool) -> bool:
+        if self._seam and self._text.startswith("\n"):
+            return self._say("nothing", len(self._text) - len(self._text.lstrip("\n")))
         rest = self._text.lstrip()
         space = len(self._text) - len(rest)
         if self._think is not None and rest.startswith(self._think[0]):
@@ -116,8 +126,8 @@ class Splitter:
         waits = any(start.startswith(rest) for start in starts) or (self._seam and not rest)
         if waits and not final:
             return False
-        if self._seam:
-            self._say("nothing", len(self._text) - len(self._text.lstrip("\n")) if rest else space)
+        if self._seam and not rest:
+            self._say("nothing", space)
         self._fresh = self._seam = False
         return True
 
@@ -126,10 +136,8 @@ class Splitter:
         end = self._think[1]
         if self._seam:
             rest = self._text.lstrip("\n")
-            if not rest and not final:
-                return False
             self._say("nothing", len(self._text) - len(rest))
-            self._seam = False
+            self._seam = not rest
             return True
         calls = self._calls.start if self._calls is not None and self._calls.end else None
         closes, opens = self._text.find(end), self._text.find(calls) if calls else -1
@@ -156,18 +164,19 @@ class Splitter:
         at = self._text.find(form.end, self._looked) if form.end else -1
         if at < 0:
             if not final:
-                self._tail = self._text[self._looked :][-len(form.end) :] if form.end else ""
-                return False
+                return self._wait((form.end,) if form.end else (), self._looked)
             at = len(self._text)
             if not whole or not form.ends_itself:
+                self._patience -= at - begins
                 return self._no_call("text", begins)
         try:
-            found = form.parse(self._text[begins:at])
+            found = self._read(self._text[begins:at])
         except Malformed as e:
-            if e.open and at < len(self._text):
+            if e.open and at < len(self._text) and self._patience > 0:
                 self._looked = at + len(form.end)
                 return True
-            return self._no_call("text", begins)
+            last = self._text.rfind(form.start, begins, at)  # what is before it is no call
+            return self._no_call("text", max(begins, len(self._text[: max(last, 0)].rstrip("\n"))))
         return self._call(found, min(at + len(form.end), len(self._text)))
 
     def _in_call_in_thought(self, final: bool, whole: bool) -> bool:
@@ -183,10 +192,11 @@ class Splitter:
                 break
             if ends < 0:
                 if not final:
-                    return False
+                    return self._wait((form.end, self._think[1]), begins)
+                self._patience -= len(self._text) - begins
                 break
             try:
-                found += form.parse(self._text[begins:ends])
+                found += self._read(self._text[begins:ends])
             except Malformed:
                 break
             behind = self._text[ends + len(form.end) :]
@@ -196,6 +206,24 @@ class Splitter:
             if final and whole and at == len(self._text):
                 return self._call(found, at)
         return self._no_call("thought", self._lead + len(form.start))
+
+    def _wait(self, marks: tuple[str, ...], begins: int) -> Literal[False]:
+        """Nothing can be decided before one of ``marks`` has come; none of them is in the text from ``begins`` on."""
+        self._until = marks
+        keep = max(map(len, marks), default=0)
+        self._tail = self._text[begins:][-keep:] if keep else ""
+        return False
+
+    def _read(self, text: str) -> list[Made]:
+        """The calls in a text between markers. Raises Malformed."""
+        assert self._calls is not None
+        if self._read_before is None or self._read_before[0] != text:
+            try:
+                self._read_before = text, self._calls.parse(text)
+            except Malformed as e:
+                self._patience -= len(text) // 10 if e.open else len(text) + 1
+                raise
+        return self._read_before[1]
 
     def _call(self, found: list[Made], length: int) -> bool:
         self._out.append(Segment("calls", "", length, tuple(found[:1] if self._single else found)))
@@ -207,10 +235,8 @@ class Splitter:
     def _no_call(self, kind: Literal["text", "thought"], length: int) -> bool:
         """The start marker was only text; what is behind it is looked at again."""
         self._mode = kind
-        if self._seam:
-            space = len(self._text) - len(self._text.lstrip("\n"))
-            self._say("nothing", space)
-            length -= space
+        if self._patience < 0:
+            self._calls = None
         self._fresh = self._seam = False
         return self._say(kind, length)
 

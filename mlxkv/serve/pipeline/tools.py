@@ -22,6 +22,20 @@ _GUESSING = ("glm47",)
 _UNQUOTED = ("glm47", "longcat")
 #: formats whose parsers take half a call for a whole one: only their end marker says that it is all there
 _LOOSE = ("glm47", "longcat", "minicpm5", "muse_spark")
+#: what the parsers' expressions begin to match at, and how often that may be, times the length of the text: they look
+#: from each such place to the end, and a model that repeats itself would keep a parser busy for minutes; this is about
+#: a second on one core
+_COSTLY = {
+    "gemma4": ("call:", 3e6),
+    "kimi_k3": ("<|open|>", 5e6),
+    "muse_spark": ("<atem:", 3e7),
+    "function_gemma": ("call:", 1e8),
+    "glm47": ("<arg_key>", 1e8),
+    "longcat": ("<longcat_arg_key>", 1e8),
+    "minimax_m2": ("<invoke name=", 3e8),
+}
+#: how a call begins whose parser looks for a name anywhere
+_BEGINS = {"minicpm5": re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'<>]+)\s*>""")}
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,11 @@ class CallFormat:
 
     def parse(self, text: str) -> list[Made]:
         """The calls in a text between the markers, at least one. Raises Malformed."""
+        start, most = _COSTLY.get(self.parser, ("", 0))
+        if start and text.count(start) * len(text) > most:
+            raise Malformed
+        if (begins := _BEGINS.get(self.parser)) is not None and not begins.match(text.lstrip()):
+            raise Malformed
         try:
             found: Any = []
             for piece in self._pieces(text.strip()):

@@ -192,9 +192,15 @@ def test_however_a_text_is_cut_the_parts_are_the_same(
             assert isinstance(json.loads(part[2]), dict)
 
 
-def test_a_long_call_is_read_in_one_go() -> None:
-    """20,000 pieces; were the whole call looked at again for each of them, this would take minutes."""
-    text = CALL.replace("Ulm", "line</" * 40_000)
-    pipeline = Pipeline(demo(), TOOLS)
-    parts = [p for at in range(0, len(text), 12) for p in pipeline.feed(Delta(text[at : at + 12], []))]
-    assert [type(part).__name__ for part in parts] == ["Call", "Arguments"]
+def test_long_answers_are_read_in_one_go() -> None:
+    """Thousands of pieces each. Were all that is held looked at again for each of them, or for each marker, this would
+    take minutes."""
+
+    def parts(text: str) -> list[tuple[str, str]]:
+        return said(through([Delta(text[at : at + 12], []) for at in range(0, len(text), 12)], tools=TOOLS))
+
+    assert [kind for kind, _ in parts(CALL.replace("Ulm", "line</" * 20_000))] == ["call", "arguments"]
+    for loop in ("<tool_call>" * 6_000, '<tool_call>{"</tool_call>' * 3_000, "<think>" + "<tool_call>" * 6_000):
+        assert "".join(text for _, text in parts(loop)) == loop.removeprefix("<think>")
+    with_end = "<tool_call>" * 6_000 + "</tool_call>"
+    assert parts(with_end) == [("text", with_end)]
