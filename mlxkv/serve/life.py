@@ -58,8 +58,8 @@ class Life:
     """One run of ``server`` on ``listener``.
 
     ``on_ready`` is called once what is to be there from the start is loaded. ``reloaded`` makes new settings take
-    effect; it raises MlxkvError, and has then changed nothing. ``clean``, at the end: no thread is left that loads
-    a model.
+    effect; it raises MlxkvError, and has then changed nothing. ``clean``, at the end: no thread is left that still
+    loads a model.
     """
 
     def __init__(
