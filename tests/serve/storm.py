@@ -26,8 +26,8 @@ SHARED = "the keeper of the light wrote down every ship that passed "
 
 @dataclass
 class Client:
-    """``seconds``: how long it stays. ``abrupt``: it resets the connection. ``sees``: it leaves when it has seen a part of
-    its answer. ``saw``: it did."""
+    """``seconds``: how long it stays. ``abrupt``: it resets the connection. ``sees``: it leaves when it has seen a part
+    of its answer. ``saw``: it did."""
 
     route: str
     prompt: str
