@@ -59,4 +59,3 @@ def test_every_stream_is_closed(acting, path, body, done, failed, end, said):
             last = text.decode().rstrip("\n").rsplit("\n\n", 1)[-1]
             assert last.startswith(done if end is None else failed), last
             assert b"inside" not in text
-
