@@ -154,7 +154,7 @@ class Local:
         return made
 
     def fits(self, model: str) -> bool:
-        return model == self.model
+        return model in (self.model, self.shown, self._engine.info.name)  # a server calls it by its name
 
     def gone(self) -> bool:
         health = self._engine.health()

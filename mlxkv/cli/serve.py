@@ -93,6 +93,9 @@ class _Process:
             loop.add_signal_handler(number, self._told_to_stop, number)
         loop.add_signal_handler(signal.SIGHUP, self.life.reload)
         await self.life.run()
+        if not self.life.clean:  # a model is still being loaded, or fetched: nothing of it is needed any more
+            sys.stderr.flush()
+            os._exit(INTERRUPTED if signal.SIGINT in self._signals else 0)
         # SIGTERM is how a supervisor stops a service: done, not an error.
         if signal.SIGINT in self._signals:
             raise typer.Exit(INTERRUPTED)

@@ -32,8 +32,9 @@ def create_app(server: Server) -> FastAPI:
     app.state.server = server
     app.add_middleware(Guard, server=server)
     app.add_middleware(CountHttp, metrics=server.metrics)  # the last one added sees every request first
-    errors.install(app, server.on_device_error)
-    for router in routers():
+    every = routers()
+    errors.install(app, server.on_device_error, {getattr(route, "path", "") for r in every for route in r.routes})
+    for router in every:
         app.include_router(router)
     openapi.install(app)
     return app

@@ -4,7 +4,7 @@ Anthropic's API, as that one's."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -53,8 +53,8 @@ def headers_of(error: MlxkvError) -> dict[str, str]:
     return {"x-should-retry": "false"} if isinstance(error, (RequestTimeout, DeadEnd)) else {}
 
 
-def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None) -> None:
-    """Answer every error of ``app`` this way."""
+def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None, paths: Collection[str] = ()) -> None:
+    """Answer every error of ``app`` this way. ``paths``: of its routes, one of which may have been meant."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, MlxkvError)
@@ -68,8 +68,13 @@ def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        body = error_object(str(error.detail), kind, None, None)
+        body = error_object(str(error.detail), "invalid_request_error")
+        if error.status_code == 404:
+            body = error_object(_nothing_there(request.url.path, paths), "not_found_error", None, "not_found")
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            text = f"{_shown(request.url.path)} takes {allowed}, not {request.method}."
+            body = error_object(text, "invalid_request_error", None, "method_not_allowed")
         return refusal(request.url.path, body, error.status_code, error.headers)
 
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
@@ -79,6 +84,21 @@ def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, unexpected)
+
+
+def _nothing_there(path: str, known: Collection[str]) -> str:
+    """What is said of a path that is no route: most often the client's base URL has a ``/v1`` too many, or none."""
+    cure = "/openapi.json lists what there is."
+    for meant in (f"/v1{path}", path.removeprefix("/v1")):
+        if meant != path and meant in known:
+            cure = f"Did you mean {meant}? Then the base URL that the client was given needs "
+            cure += "/v1 at its end." if meant.startswith(f"/v1{path}") else "no /v1 at its end."
+    return f"There is nothing at {_shown(path)}. {cure}"
+
+
+def _shown(path: str) -> str:
+    path = path[:200]
+    return path if path.isprintable() else ascii(path)
 
 
 def _validation(error: RequestValidationError) -> dict[str, Any]:

@@ -55,8 +55,12 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Life:
-    """One run of ``server`` on ``listener``. ``on_ready`` is called once what is to be there from the start is loaded.
-    ``reloaded`` makes its new settings take effect; it raises MlxkvError, and has then changed nothing."""
+    """One run of ``server`` on ``listener``.
+
+    ``on_ready`` is called once what is to be there from the start is loaded. ``reloaded`` makes new settings take
+    effect; it raises MlxkvError, and has then changed nothing. ``clean``, at the end: no thread is left that still
+    loads a model.
+    """
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Life:
         self.server, self.listener = server, listener
         self._on_ready, self._reloaded = on_ready, reloaded
         self._stop = asyncio.Event()
+        self.clean = True
         self._reload_later = False
         self._reloading: asyncio.Task[None] | None = None  # a task that nobody holds may be collected
         self._error: MlxkvError | None = None
@@ -86,7 +91,7 @@ class Life:
             self.server.draining = True
             await self._drain()
             working.cancel()
-            await self.server.models.close()
+            self.clean = await self.server.models.close(self.server.limits.grace_s)
         finally:
             working.cancel()
             http.should_exit = True

@@ -184,8 +184,9 @@ class Models:
                 slot.entry = entry
         self._arrange()
 
-    async def close(self) -> None:
-        """Close every engine: what runs there is told, what is pending is written. Idempotent."""
+    async def close(self, patience: float | None = None) -> bool:
+        """Close every engine: what runs there is told, what is pending is written. Idempotent. A model that is being
+        loaded is waited for, but not longer than ``patience`` seconds; False if one still is."""
         self._closed = True
         gone = EngineClosed("The server is stopping.", "Try again once it has started.")
         for waiting in self._waiting.values():
@@ -194,8 +195,15 @@ class Models:
         for slot in list(self._slots.values()):
             if slot.state in ("ready", "draining") and slot.owned:
                 self._close(slot)
+        for check in self._checking.values():
+            check.cancel()  # it may be a download; nothing is lost
+        until = None if patience is None else time.monotonic() + patience
         while self._tasks:
-            await asyncio.wait(set(self._tasks))
+            loading = all(slot.state == "loading" for slot in self._slots.values())
+            if loading and until is not None and time.monotonic() > until:
+                return False
+            await asyncio.wait(set(self._tasks), timeout=None if until is None else 0.05)
+        return True
 
     # who waits, and what to do about it
 
@@ -227,6 +235,8 @@ class Models:
         async def check() -> None:
             try:
                 await _on_a_thread(lambda: self._check_entry(entry), "mlxkv-check")
+            except asyncio.CancelledError:
+                pass  # the server stops, and who waits will see that
             except Exception as error:
                 self._failed_to_load(entry.name, error)
             finally:

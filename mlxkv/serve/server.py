@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -75,9 +76,11 @@ class Server:
         self.metrics.observe(record, registry[record.model].name if record.model in registry else "")
 
     def model_object(self, state: ModelState) -> dict[str, Any]:
-        """A model as ``/v1/models`` lists it: OpenAI's fields, Anthropic's (type, display_name, created_at), ours."""
+        """A model as ``/v1/models`` lists it: OpenAI's fields, Anthropic's (type, display_name, created_at), ours. The
+        path of its folder is a name that is taken, but nobody is told where things are on this machine."""
         entry = state.entry
-        more = {"state": state.state, "aliases": list(entry.aliases), "adapter": entry.adapter, "pinned": entry.pinned}
+        aliases = [alias for alias in entry.aliases if not os.path.isabs(alias)]
+        more = {"state": state.state, "aliases": aliases, "adapter": entry.adapter, "pinned": entry.pinned}
         made = {"id": entry.name, "object": "model", "created": self.started, "owned_by": "mlxkv"}
         created = datetime.fromtimestamp(self.started, UTC).isoformat().replace("+00:00", "Z")
         return made | {"type": "model", "display_name": entry.name, "created_at": created, "mlxkv": more}

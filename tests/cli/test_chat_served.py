@@ -70,11 +70,21 @@ def test_a_session_goes_from_one_to_the_other(cli, url, endless):
     first = cli("chat", "--json", "-n", 6, "--model", endless, stdin="hello\n").lines[0]
     there = cli("chat", "--json", "-n", 6, "--url", f"{url}/v1/", "--resume", stdin="more\n")
     assert there.code == 0 and there.err == ""  # the model's name is the folder's
-    back = cli("chat", "--json", "-n", 6, "--model", endless, "--resume", stdin="still more\n").lines[0]
+    again = cli("chat", "--json", "-n", 6, "--model", endless, "--resume", stdin="still more\n")
+    assert again.code == 0 and "held with" not in again.err
+    back = again.lines[0]
     assert there.lines[0]["session"] == back["session"] == first["session"]
     assert (there.lines[0]["turn"], back["turn"]) == (2, 3)
     answers = [m for m in sessions.find(back["session"]).messages if m["role"] == "assistant"]
     assert ["token_ids" in m for m in answers] == [True, False, True]
+
+
+def test_the_folder_of_a_model_may_be_named_but_is_not_told(url, endless):
+    http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"})
+    (listed,) = http.get("/v1/models").json()["data"]
+    assert listed["mlxkv"]["aliases"] == ["nick"] and str(endless) not in str(listed)
+    body = {"model": str(endless.resolve()), "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_what_cannot_be_is_said_at_once(cli, url, endless):

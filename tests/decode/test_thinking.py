@@ -91,7 +91,7 @@ def expected(tokens, marks, thinking, budget, grammar):
             said = 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_masks_are_what_the_tokens_say_forwards_and_back(data):
     marks = data.draw(st.sampled_from([MARKS, SHORT]))

@@ -69,6 +69,14 @@ def test_mlx_imported_first_is_reported():
 
 
 @linux
+@pytest.mark.parametrize("module", ["decode.engine", "decode.constraint", "serve.pipeline"])
+def test_whatever_part_comes_first_chooses_the_blas_before_mlx_is_there(module):
+    blas, hint = report(f"import mlxkv.{module}; TOO_LATE = True")[2:4]
+    assert "imported before" not in blas
+    assert "before mlx" not in hint
+
+
+@linux
 @pytest.mark.parametrize(
     ("environment", "words"),
     [

@@ -314,6 +314,36 @@ async def test_closing():
 
 
 @in_loop
+async def test_closing_does_not_wait_for_what_is_fetched():
+    garage, models = shop("a", "b")
+    async with models.lease("a"):
+        pass
+    fetching, fetched = threading.Event(), threading.Event()
+
+    def fetch(entry):
+        fetching.set()
+        fetched.wait(10)
+
+    models._check_entry = fetch
+    b = asyncio.create_task(models.lease("b").__aenter__())
+    await until(fetching.is_set)
+    assert await models.close() and garage.log == ["load a", "close a"]
+    with pytest.raises(EngineClosed):
+        await b
+    fetched.set()
+
+    garage, models = shop("a")
+    garage.gate.clear()
+    a = asyncio.create_task(models.lease("a").__aenter__())
+    await until(lambda: state(models, "a") == "loading")
+    assert not await models.close(patience=0.05)
+    with pytest.raises(EngineClosed):
+        await a
+    garage.gate.set()
+    assert await models.close() and garage.log == ["load a", "close a"]
+
+
+@in_loop
 async def test_many_who_come_and_go():
     """Whatever the order, at most two are loaded, everybody who stays is served by the model that was asked for."""
     import random

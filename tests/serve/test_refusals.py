@@ -137,8 +137,16 @@ def test_too_large(http):
 
 
 def test_routes_that_are_not_there(http):
-    refused(http.get("/v1/nothing"), 404)
-    refused(http.get("/v1/chat/completions"), 405)
+    error = refused(http.get("/v1/nothing"), 404)
+    assert "/v1/nothing" in error["message"] and "/openapi.json" in error["message"]
+    error = refused(http.get("/v1/chat/completions"), 405)
+    assert "POST, not GET" in error["message"] and error["code"] == "method_not_allowed"
+    # a base URL with a /v1 too few or too many, which is what people get wrong
+    assert "Did you mean /v1/chat/completions?" in refused(http.post("/chat/completions", json={}), 404)["message"]
+    wrong = http.post("/v1/v1/messages", json={})
+    assert wrong.status_code == 404 and "Did you mean /v1/messages?" in wrong.text
+    error = refused(http.get("/nothing%0a" + "x" * 5000), 404)
+    assert "\n" not in error["message"]
     refused(http.post("/v1/chat/completions", json={"model": "other", "messages": [USER]}), 404)
 
 

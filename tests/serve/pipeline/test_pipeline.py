@@ -193,8 +193,8 @@ def test_however_a_text_is_cut_the_parts_are_the_same(
 
 
 def test_long_answers_are_read_in_one_go() -> None:
-    """Thousands of pieces each. Were all that is held looked at again for each of them, or for each marker, this would take
-    minutes."""
+    """Thousands of pieces each. Were all that is held looked at again for each of them, or for each marker, this would
+    take minutes."""
 
     def parts(text: str) -> list[tuple[str, str]]:
         return said(through([Delta(text[at : at + 12], []) for at in range(0, len(text), 12)], tools=TOOLS))
