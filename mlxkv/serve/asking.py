@@ -51,7 +51,8 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
 def counted(engine: Engine, asked: Asked) -> int:
     """Tokens of the prompt, also where the context has no room for it. Any thread. Raises RequestError as ``prepared``
     does."""
-    request = replace(asked.request, template_kwargs=_template_kwargs(asked), grammar=None)  # what an answer must match is no token
+    # what an answer must match is no token
+    request = replace(asked.request, template_kwargs=_template_kwargs(asked), grammar=None)
     try:
         return engine.prepare(request, fits=False).prompt_tokens
     except RequestError as error:

@@ -88,6 +88,10 @@ class Guard:
         announced, limit = headers.get("content-length", "0"), self.server.limits.max_body
         if not (announced.isascii() and announced.isdigit()) or int(announced[:20]) > limit:
             return _refused(path, 413, _too_large(limit), "invalid_request_error", "request_too_large")
+        encoding = headers.get("content-encoding", "").strip()
+        if encoding.lower() not in ("", "identity"):
+            text = f"The body is encoded as {encoding[:80]!r}. Send it plain, without Content-Encoding."
+            return _refused(path, 415, text, "invalid_request_error", "unsupported_encoding")
         return None
 
     def _body(self, receive: Receive) -> Receive:
