@@ -19,6 +19,8 @@ log = logging.getLogger("mlxkv.serve")
 
 #: seconds after which a refused client may try again
 RETRY_S = 5
+#: of a body that turned out so while it came
+_CODES = {408: "request_too_slow", 413: "request_too_large"}
 _LONGEST = 1000  # characters of a message; what a client sent is not sent back whole
 
 
@@ -68,7 +70,7 @@ def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None,
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        body = error_object(str(error.detail), "invalid_request_error")
+        body = error_object(str(error.detail), "invalid_request_error", None, _CODES.get(error.status_code))
         if error.status_code == 404:
             body = error_object(_nothing_there(request.url.path, paths), "not_found_error", None, "not_found")
         elif error.status_code == 405:
