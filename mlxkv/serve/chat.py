@@ -17,7 +17,7 @@ from .errors import error_of
 from .parts import Arguments, Begun, Call, Ended, Part, Reading, Text, Thought
 from .schema import ChatRequest
 from .server import Serving
-from .sse import EventStream, event
+from .sse import EventStream, dump, event
 
 router = APIRouter()
 
@@ -83,6 +83,7 @@ class ChatPrinter:
         self._whole = Whole.of(answer.asked.n)
         self._head = _head(answer, "chat.completion.chunk")
         self._roles: set[int] = set()  # choices whose role was said
+        self._frames: dict[int, tuple[str, str]] = {}
 
     def start(self) -> str:
         return self._role(0)
@@ -90,8 +91,11 @@ class ChatPrinter:
     def part(self, part: Part) -> str:
         self._whole.add(part)
         if isinstance(part, Text):
-            if part.text or (self._logprobs and part.logprobs):
+            if self._logprobs and part.logprobs:
                 return self._chunk(part.choice, {"content": part.text}, logprobs=part.logprobs)
+            if part.text:  # by far the most chunks: only what differs is made anew
+                before, after = self._around(part.choice)
+                return before + dump(part.text) + after
         elif isinstance(part, Thought):
             if part.text and self._thoughts:
                 return self._chunk(part.choice, {"reasoning_content": part.text})
@@ -118,6 +122,13 @@ class ChatPrinter:
 
     def error(self, error: BaseException) -> str:
         return event(error_of(error)) + _DONE
+
+    def _around(self, choice: int) -> tuple[str, str]:
+        """A chunk of text, before and behind the text."""
+        if choice not in self._frames:
+            before, _, after = self._chunk(choice, {"content": "\0"}).partition(dump("\0"))
+            self._frames[choice] = before, after
+        return self._frames[choice]
 
     def _role(self, choice: int) -> str:
         if choice in self._roles:

@@ -26,13 +26,15 @@ SHARED = "the keeper of the light wrote down every ship that passed "
 
 @dataclass
 class Client:
-    """``seconds``: how long it stays. ``abrupt``: it resets the connection. ``saw``: it saw a part of its answer."""
+    """``seconds``: how long it stays. ``abrupt``: it resets the connection. ``sees``: it leaves when it has seen a part
+    of its answer. ``saw``: it did."""
 
     route: str
     prompt: str
     stream: bool
     seconds: float
     abrupt: bool
+    sees: bool = False
     saw: bool = False
 
     def body(self, model: str, **more: Any) -> dict[str, Any]:
@@ -67,6 +69,8 @@ def clients(rng: random.Random, many: int, longest: float) -> list[Client]:
         prompt = f"{n} {rng.randrange(1 << 30)} {SHARED * rng.choice((1, 3, 12))}"
         stay = rng.random() ** 2 * longest
         made.append(Client(rng.choice(ROUTES), prompt, rng.random() < 0.6, stay, rng.random() < 0.5))
+    for i, client in enumerate(made[:: max(1, many // 6)]):  # some are sure to see something, in each route
+        client.route, client.stream, client.seconds, client.sees = ROUTES[i % len(ROUTES)], True, 30.0, True
     return made
 
 
@@ -82,6 +86,8 @@ def _live(client: Client, port: int, model: str) -> None:
             if not piece:  # it was answered sooner
                 break
             seen += piece
+            if client.sees and _TEXT.search(seen):
+                break
         client.saw = _TEXT.search(seen) is not None
         if client.abrupt:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

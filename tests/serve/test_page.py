@@ -6,6 +6,7 @@ a folder, pictures of the page are left there.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -215,6 +216,57 @@ def test_a_models_words_are_text(page):
     # nothing came from elsewhere
     loaded = page.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert loaded and all(name.startswith(page.url + "/") for name in loaded)
+
+
+STREAM = """
+const { events } = await import('/web/api.js');
+const [text, size] = arguments;
+const bytes = new TextEncoder().encode(text);
+const real = window.fetch;
+window.fetch = async () => new Response(new ReadableStream({
+  start(to) {
+    for (let at = 0; at < bytes.length; at += size) to.enqueue(bytes.slice(at, at + size));
+    to.close();
+  },
+}));
+const seen = [];
+try {
+  for await (const one of events('/nowhere', {})) seen.push(one.text);
+} catch (error) {
+  seen.push(`${error.code}: ${error.message}`);
+} finally {
+  window.fetch = real;
+}
+return seen;
+"""
+
+
+def test_a_stream_is_read_however_it_is_cut(page):
+    """Comments, both line ends, letters of several bytes; an error in the middle, and an end that does not come."""
+    text = ': waiting\n\ndata: {"text": "größe 🌊"}\r\n\r\n: still\n\n'
+    text += 'data: {"text":\ndata: "two lines"}\n\ndata: [DONE]\n\n'
+    for size in (1, 2, 3, 7, 1000):
+        assert page.run(STREAM, text, size) == ["größe 🌊", "two lines"]
+    failed = 'data: {"text": "a"}\n\ndata: {"error": {"message": "It failed.", "code": "bad"}}\n\ndata: [DONE]\n\n'
+    assert page.run(STREAM, failed, 5) == ["a", "bad: It failed."]
+    assert page.run(STREAM, 'data: {"text": "a"}\n\ndata: {"te', 5) == ["a", "cut_off: The answer was cut off."]
+
+
+def test_thinking_is_shown_apart_and_folds_when_the_answer_begins(page):
+    deltas = [{"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "It is\n```py\nx = 1\n```"}]
+    chunks = [{"id": "c", "choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.driver.execute_script(
+        "const [text] = arguments, real = window.fetch;"
+        "window.fetch = (path, more) => (more?.method === 'POST' ? new Response(text) : real(path, more));",
+        text,
+    )
+    page.send("What is it?")
+    page.until(lambda: page.all(".turn.assistant .foot .acts"))
+    (thought,) = page.all(".turn.assistant details.thought")
+    assert not thought.get_property("open") and page.all(".turn.assistant figure.code pre")[0].text == "x = 1"
+    thought.find_element(By.TAG_NAME, "summary").click()
+    assert thought.find_element(By.CLASS_NAME, "prose").text == "Let me see."
 
 
 def test_a_key_is_asked_for_until_it_is_right(driver, demo):

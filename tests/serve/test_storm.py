@@ -21,7 +21,7 @@ def test_clients_that_leave(server):
     time."""
     found = storm(server, "llama", random.Random(9), 60, retries=6)
     assert not found.wrong and found.free_s < 10
-    assert found.hits > 2
+    assert found.hits >= 6
 
 
 @pytest.fixture(scope="module")

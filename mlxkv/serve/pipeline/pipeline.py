@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from ...decode.request import Delta, FinishReason, Grammar, TokenLogprob
@@ -40,7 +41,7 @@ class Pipeline:
             think, thinking and think is not None, calls, single=bool(tools and not tools.parallel)
         )
         self._tokens = _Tokens(tokenizer)
-        self._choice = choice
+        self._choice, self._calls = choice, calls
         self._tools = tools if calls is not None else None
         self._response = response
         self._said: list[str] = []  # the text, where it is looked at in the end
@@ -89,6 +90,13 @@ class Pipeline:
             return "tool_calls"
         return "length" if reason == "length" else "stop"
 
+    def _once(self, call: Made) -> Made:
+        """``call`` with an id that no other of this choice has: models that write ids may write one twice."""
+        assert self._calls is not None
+        if any(other.id == call.id for other in self._made):
+            call = replace(call, id=self._calls.new_id())
+        return call
+
     def _parts(self, segments: list[Segment]) -> list[Part]:
         parts: list[Part] = []
         for segment in segments:
@@ -100,7 +108,8 @@ class Pipeline:
                 parts.append(made(self._choice, segment.text, logprobs, ids))
                 continue
             self._tokens.take(segment.length, shown=False)
-            for call in segment.calls:
+            for read in segment.calls:
+                call = self._once(read)
                 parts.append(Call(self._choice, self.calls, call.id, call.name))
                 parts.append(Arguments(self._choice, self.calls, call.arguments))
                 self._made.append(call)

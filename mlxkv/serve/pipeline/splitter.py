@@ -228,6 +228,7 @@ class Splitter:
     def _call(self, found: list[Made], length: int) -> bool:
         self._out.append(Segment("calls", "", length, tuple(found[:1] if self._single else found)))
         self._text = self._text[length:]
+        self._read_before = None  # the same text again is another call
         self._mode = "over" if self._single else "text"
         self._fresh = self._seam = True
         return True

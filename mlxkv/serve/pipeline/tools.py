@@ -117,9 +117,10 @@ class CallFormat:
         if self.parser in _UNQUOTED:
             nulls = self._nulls.get(name, ())
             arguments = {k: None if v == "null" and k in nulls else v for k, v in arguments.items()}
-        return Made(given if isinstance(given, str) and given else self._id(), name, _json(arguments))
+        return Made(given if isinstance(given, str) and given else self.new_id(), name, _json(arguments))
 
-    def _id(self) -> str:
+    def new_id(self) -> str:
+        """An id for a call, in a form that the model's template takes."""
         if self.parser == "mistral":  # its templates refuse ids of any other form
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
