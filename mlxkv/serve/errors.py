@@ -108,7 +108,7 @@ def _validation(error: RequestValidationError) -> dict[str, Any]:
     errors = error.errors()
     same = (e for e in errors if e["loc"][:2] == errors[0]["loc"][:2])
     first = max(same, key=lambda e: (len(e["loc"]), [part for part in e["loc"] if isinstance(part, int)]))
-    where = [part for part in first["loc"] if part != "body"]
+    where = list(first["loc"][first["loc"][0] in ("body", "query", "path") :])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return error_object(
