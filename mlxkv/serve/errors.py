@@ -122,7 +122,8 @@ def _validation(error: RequestValidationError) -> dict[str, Any]:
         )
     param = _spelled(where)
     text = "is missing" if first["type"] == "missing" else f"is not valid: {first['msg']}"
-    return error_object(f"{param} {text}.", "invalid_request_error", param, "invalid_value")
+    cure = " Name one that /v1/models lists." if param == "model" else ""
+    return error_object(f"{param} {text}.{cure}", "invalid_request_error", param, "invalid_value")
 
 
 def _spelled(where: list[Any]) -> str:
