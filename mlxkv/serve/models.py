@@ -354,8 +354,7 @@ class Models:
         pinned = [entry.name for entry in registry if entry.pinned]
         if len(pinned) > max_loaded or (len(pinned) == max_loaded and len(registry.entries) > len(pinned)):
             raise ConfigError(
-                f"{len(pinned)} models are pinned ({', '.join(pinned)}) and {max_loaded} may be loaded at the same "
-                f"time: the others could never be.",
+                f"max_loaded is {max_loaded}, and pinned are {', '.join(pinned)}: other models could never be loaded.",
                 "Raise max_loaded, or pin fewer.",
             )
 
