@@ -318,7 +318,6 @@ class Settings:
             "ram_budget": self.ram_budget,
             "write_budget": self.write_budget,
             "legacy_dirs": self.legacy_dirs,
-            "max_queue": self.max_queue,
         }
 
 

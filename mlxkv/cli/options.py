@@ -50,7 +50,12 @@ MODEL = _group(
     "Model",
     {
         "model": (str | None, ("--model", "-m"), "Model folder or Hugging Face id."),
-        "adapter": (str | None, ("--adapter",), "Folder with LoRA weights, as mlx-lm writes them.", {"metavar": "DIR"}),
+        "adapter": (
+            str | None,
+            ("--adapter",),
+            "Folder with LoRA weights, as mlx-lm writes them, or its name in config.toml.",
+            {"metavar": "DIR"},
+        ),
         "dtype": (str | None, ("--dtype",), "auto, bf16, fp16 or fp32.", {"metavar": "DTYPE"}),
     },
 )

@@ -152,7 +152,8 @@ class _Process:
 
     def _ready(self) -> None:
         loaded = self.server.models.engines()
-        say_where(self.settings, self.listener, loaded[0][1].info if loaded else None, self.server)
+        name, engine = loaded[0] if loaded else ("", None)
+        say_where(self.settings, self.listener, name, engine.info if engine else None, self.server)
 
 
 def check(entry: Entry) -> None:
@@ -162,22 +163,23 @@ def check(entry: Entry) -> None:
     folder.check(folder.resolve(entry.source))
 
 
-def say_where(settings: Settings, listener: socket.socket, info: Any, server: Server) -> None:
-    """Where the server is and what it offers, on stderr."""
+def say_where(settings: Settings, listener: socket.socket, name: str, info: Any, server: Server) -> None:
+    """Where the server is and what it offers, on stderr. ``name``: what requests call the model of ``info``."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    said = f"http://{shown}:{port}/v1"
+    page = f"http://{shown}:{port}/"
+    said = f"{page}v1"
     if info is not None:
         where = f"cache: {info.cache_dir}" if info.cache_dir and not info.store_off else "cache: off"
         if info.disk_off and not info.store_off:
             where = f"{where} (read only)" if info.reads_disk else "cache: in RAM only"
-        said += f"  model: {info.name}  {where}"
+        said += f"  model: {name}  {where}"
     others = len(server.models.registry.entries) - 1
     if others:
         said += f"  and {others} more model{'s' if others > 1 else ''}"
     tell(settings, said)
     if not settings.log_json:
-        tell(settings, "Ctrl-C stops it.")
+        tell(settings, f"A page to chat and to watch is at {page}. Ctrl-C stops it.")
     sys.stderr.flush()
     if not is_loopback(host) and not server.safety.keys:
         tell(

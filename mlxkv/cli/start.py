@@ -70,10 +70,12 @@ def running_engine(settings: Settings, interrupt: Interrupt | None = None, quiet
 
 
 def _with_table(settings: Settings) -> Settings:
-    """``settings`` with those of the table [models.NAME], if the model is called by the name of one."""
+    """``settings`` with those of the table [models.NAME], if the model is called by the name of one; of an adapter that
+    is called by a name of [adapters], its folder."""
     table = settings.models.get(settings.model or "")
     if table is None:
-        return settings
+        folder = settings.adapters.get(settings.adapter or "")
+        return settings if folder is None else replace(settings, adapter=str(folder))
     adapter = None
     if table.adapter is not None:
         if table.adapter not in settings.adapters:

@@ -20,6 +20,8 @@ log = logging.getLogger("mlxkv.serve")
 
 #: seconds after which a refused client may try again
 RETRY_S = 5
+#: of a body that turned out so while it came
+_CODES = {408: "request_too_slow", 413: "request_too_large"}
 _LONGEST = 1000  # characters of a message; what a client sent is not sent back whole
 
 
@@ -93,7 +95,7 @@ def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None,
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        body = error_object(str(error.detail), "invalid_request_error")
+        body = error_object(str(error.detail), "invalid_request_error", None, _CODES.get(error.status_code))
         if error.status_code == 404:
             body = error_object(_nothing_there(request.url.path, paths), "not_found_error", None, "not_found")
         elif error.status_code == 405:
@@ -128,7 +130,7 @@ def _validation(error: RequestValidationError) -> dict[str, Any]:
     errors = error.errors()
     same = (e for e in errors if e["loc"][:2] == errors[0]["loc"][:2])
     first = max(same, key=lambda e: (len(e["loc"]), [part for part in e["loc"] if isinstance(part, int)]))
-    where = [part for part in first["loc"] if part != "body"]
+    where = list(first["loc"][first["loc"][0] in ("body", "query", "path") :])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return error_object(
@@ -142,7 +144,8 @@ def _validation(error: RequestValidationError) -> dict[str, Any]:
         )
     param = _spelled(where)
     text = "is missing" if first["type"] == "missing" else f"is not valid: {first['msg']}"
-    return error_object(f"{param} {text}.", "invalid_request_error", param, "invalid_value")
+    cure = " Name one that /v1/models lists." if param == "model" else ""
+    return error_object(f"{param} {text}.{cure}", "invalid_request_error", param, "invalid_value")
 
 
 def _spelled(where: list[Any]) -> str:

@@ -85,7 +85,7 @@ def registry_of(settings: Settings) -> Registry:
 def _named(settings: Settings) -> Entry:
     source = settings.require_model()
     name, aliases = names_of(source)
-    options = settings.engine_options()
+    options = _engine_options(settings)
     adapter = settings.adapter if settings.adapter in settings.adapters else None
     if adapter is not None:
         options["adapter"] = settings.adapters[adapter]
@@ -114,7 +114,12 @@ def _table(settings: Settings, name: str, table: ModelTable) -> Entry:
 
 def _plain_options(settings: Settings) -> dict[str, Any]:
     """Engine options without those that belong to the model that was named."""
-    return settings.engine_options() | {"adapter": None, "draft_model": None}
+    return _engine_options(settings) | {"adapter": None, "draft_model": None}
+
+
+def _engine_options(settings: Settings) -> dict[str, Any]:
+    """What an engine is made with that has a queue of a server in front of it."""
+    return settings.engine_options() | {"max_queue": settings.max_queue}
 
 
 def _found(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -173,3 +173,11 @@ def test_cache_stats(cli, ask):
     assert found["entries"] > 0 and found["records"] > 0 and found["bytes"] > 0
     assert [m["model"] for m in found["by_model"]] == ["llama"]
     assert "llama" in cli("cache", "stats").out
+
+
+def test_an_adapter_may_be_called_by_its_registered_name(cli, home):
+    file = home / "config" / "mlxkv" / "config.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('[adapters]\npoet = "/nowhere/poet"\n')
+    refused = cli("run", "--adapter", "poet", "hi")
+    assert refused.code == 3 and "/nowhere/poet" in refused.err

@@ -102,6 +102,7 @@ def test_swap_reload_and_drain(settings):
         assert served.chat("first").status_code == 401
         served.http.headers["authorization"] = "Bearer one"
         assert served.states() == {"first": "ready", "second": "unloaded"}
+        assert "  model: first  " in served.said  # its name here, not its folder's
         assert served.chat("gpt-x").json()["choices"]
         cached = served.chat("first").json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > 0

@@ -199,6 +199,8 @@ def test_the_tree_has_what_was_asked(http):
     for bad in ({"limit": 0}, {"limit": "many"}, {"limit": 10**9}):
         assert http.get("/v1/cache/tree", params=bad).status_code == 400
     assert http.get("/v1/cache/tree", params={"model": "none"}).status_code == 404
+    wrong = http.get("/v1/cache/tree", params={"limit": "x"})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "limit"
 
 
 def test_with_keys_nobody_reads_what_others_sent(http, server):
