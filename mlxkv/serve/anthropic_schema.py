@@ -14,6 +14,7 @@ from .anthropic_messages import CacheControl, check_cache_control, conversation
 from .fields import MAX_STOPS, Body, Strict, template_kwargs
 from .parts import Asked, Reasoning, Tools
 from .server import Server
+from .tools_schema import template_tools
 
 #: Thinking that is never cleared: what an agent asks for that wants the conversation left as it is.
 _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -115,7 +116,6 @@ class CountRequest(Body):
                 where = f"context_management.edits[{i}]"
                 raise RequestError(f"{where} is not supported.", f"Only {_KEEP_ALL} is, which keeps all.", param=where)
         tools = self._tools()
-        shown = tools is not None and tools.choice != "none"
         effort = self.output_config and self.output_config.effort
         kwargs = template_kwargs(self.chat_template_kwargs, effort, _EFFORT)
         form, field = self._format()
@@ -127,7 +127,7 @@ class CountRequest(Body):
         request = Request(
             messages=said.messages,
             sampling=server.defaults,
-            tools=[dict(f) for f in tools.functions] if tools is not None and shown else None,
+            tools=template_tools(tools),
             template_kwargs=kwargs,
             salt=server.cache_salt,
             use_cache=server.use_cache,
@@ -247,15 +247,12 @@ class MessagesRequest(CountRequest):
                 "Thinking counts, and an answer needs tokens too: max_tokens must be larger.",
                 param="thinking.budget_tokens",
             )
-        user = self.metadata.user_id if self.metadata else None
-        labels = {"user": user, "user_profile_id": self.user_profile_id}
         salt = check_text(self.cache_salt or "", "cache_salt") or server.cache_salt
         return replace(
             asked,
             request=replace(asked.request, sampling=self._sampling(server.defaults), salt=salt),
             stream=bool(self.stream),
             timeout=self.timeout,
-            labels={name: value for name, value in labels.items() if value is not None},
         )
 
     def _sampling(self, defaults: SamplingParams) -> SamplingParams:

@@ -83,7 +83,6 @@ class CompletionRequest(SamplingFields):
             reasoning=Reasoning(split=False),
             stream=bool(self.stream),
             timeout=self.checked_timeout(),
-            labels=self.labels(),
         )
         made = []
         for i, prompt in enumerate(prompts):

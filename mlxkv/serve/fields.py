@@ -113,11 +113,6 @@ class SamplingFields(Body):
         """What keeps this request's cache entries apart from others'."""
         return check_text(self.cache_salt or "", "cache_salt") or default
 
-    def labels(self) -> dict[str, str]:
-        """The caller's own words for its books."""
-        names = ("user", "safety_identifier", "prompt_cache_key")
-        return (self.metadata or {}) | {n: v for n in names if (v := getattr(self, n)) is not None}
-
     def check_stream_options(self) -> None:
         """Raises RequestError for options of a stream that was not asked for."""
         if self.stream_options is not None and not self.stream:

@@ -15,7 +15,7 @@ from fastapi import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import error_object, refusal
+from .errors import RETRY_S, error_object, refusal
 
 if TYPE_CHECKING:
     from .server import Server
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 #: what may be had without a key: whether it lives, and the page, which asks for the key itself
 PUBLIC = ("/", "/favicon.ico", "/health", "/ready")
 PUBLIC_FOLDER = "/web/"
-#: seconds after which a client may ask again
-RETRY_AFTER = "5"
 #: bytes of a request's target and headers
 MAX_HEAD = 64 * 2**10
 #: bytes a second that a body must come at on the whole, so that no drop now and then keeps it open
@@ -86,7 +84,7 @@ class Guard:
             more = {"WWW-Authenticate": "Bearer"}
             return _refused(path, 401, text, "authentication_error", "invalid_api_key", more)
         if self.server.draining and method == "POST":
-            more = {"Retry-After": RETRY_AFTER, "Connection": "close"}
+            more = {"Retry-After": str(RETRY_S), "Connection": "close"}
             return _refused(path, 503, "The server is stopping.", "overloaded_error", "engine_closed", more)
         announced, limit = headers.get("content-length", "0"), self.server.limits.max_body
         if not (announced.isascii() and announced.isdigit()) or int(announced[:20]) > limit:

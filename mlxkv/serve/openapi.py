@@ -38,8 +38,6 @@ _EVENT = {
     "required": ["data"],
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
-#: answers that are no JSON
-PLAIN = ("/metrics",)
 
 _ERROR = {
     "type": "object",
@@ -121,6 +119,4 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         )
     if path in STREAMS and method == "post":
         answers["200"].setdefault("content", {})["text/event-stream"] = {"schema": _EVENT}
-    if path in PLAIN:
-        answers["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     operation["responses"] = dict(sorted(answers.items()))

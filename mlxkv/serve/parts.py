@@ -43,9 +43,8 @@ class Asked:
 
     model: a name of the registry. request: what the engine is asked; of ``n`` choices each gets a copy, with seed + i
     where a seed was given. kind: which API ("chat", "completions", "responses", "messages"), for logs and metrics.
-    timeout: seconds until it ends with an error; None for the server's setting. labels: the caller's own words for its
-    books; they change no answer. names: what the API calls fields of ``request`` for which it has another name, as
-    ``{"grammar": "response_format"}``; errors name those.
+    timeout: seconds until it ends with an error; None for the server's setting. names: what the API calls fields of
+    ``request`` for which it has another name, as ``{"grammar": "response_format"}``; errors name those.
     """
 
     model: str
@@ -56,7 +55,6 @@ class Asked:
     reasoning: Reasoning = Reasoning()
     stream: bool = False
     timeout: float | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
 

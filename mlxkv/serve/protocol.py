@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from .errors import error_object
+from .errors import RETRY_S, error_object
 
 if TYPE_CHECKING:
     from .server import Server
@@ -112,7 +112,7 @@ class Protocol(H11Protocol):
             (b"content-type", b"application/json"),
             (b"content-length", str(len(text)).encode()),
             (b"connection", b"close"),
-            *([(b"retry-after", b"5")] if status == 503 else []),
+            *([(b"retry-after", str(RETRY_S).encode())] if status == 503 else []),
         ]
         response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES.get(status, b""))
         for event in (response, h11.Data(data=text), h11.EndOfMessage()):

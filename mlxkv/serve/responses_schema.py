@@ -10,7 +10,7 @@ from ..messages import check_text
 from .fields import SamplingFields, Strict, format_grammar, limit, template_kwargs
 from .parts import Asked, Reasoning, Tools
 from .server import Server
-from .tools_schema import asked_tools
+from .tools_schema import asked_tools, template_tools
 
 _LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 #: efforts as templates know them that know any
@@ -94,7 +94,6 @@ class ResponsesRequest(SamplingFields):
         """What is asked, with the conversation as ``messages``. Raises RequestError."""
         self._check()
         tools = self.asked_tools()
-        shown = tools is not None and tools.choice != "none"
         text = self.text or TextFields()
         effort = self.reasoning and self.reasoning.effort
         kwargs = template_kwargs(self.chat_template_kwargs, effort, _EFFORT)
@@ -104,7 +103,7 @@ class ResponsesRequest(SamplingFields):
         request = Request(
             messages=messages,
             sampling=self.sampling(server.defaults, **more),
-            tools=[dict(f) for f in tools.functions] if tools is not None and shown else None,
+            tools=template_tools(tools),
             template_kwargs=kwargs,
             salt=self.salt(server.cache_salt),
             use_cache=server.use_cache,
@@ -118,7 +117,6 @@ class ResponsesRequest(SamplingFields):
             reasoning=Reasoning(None if effort is None else effort != "none", self.thinking_budget),
             stream=bool(self.stream),
             timeout=self.checked_timeout(),
-            labels=self.labels(),
             names={"messages": "input", "grammar": "text.format"},
         )
 

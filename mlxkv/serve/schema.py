@@ -8,10 +8,10 @@ from ..decode.request import MAX_TOP_LOGPROBS, Request
 from ..errors import RequestError
 from ..messages import normalise
 from .fields import SamplingFields, StreamOptions, Strict, limit, template_kwargs
-from .parts import Asked, Reasoning, Tools
+from .parts import Asked, Reasoning
 from .server import Server
 from .structured import asked_grammar
-from .tools_schema import asked_tools
+from .tools_schema import asked_tools, template_tools
 
 #: choices of one request
 MAX_N = 16
@@ -100,7 +100,7 @@ class ChatRequest(SamplingFields):
         request = Request(
             messages=normalise(self.messages),
             sampling=self.sampling(server.defaults, **self._limits(), **self._logprobs()),
-            tools=_shown(tools),
+            tools=template_tools(tools),
             template_kwargs=kwargs,
             salt=self.salt(server.cache_salt),
             use_cache=server.use_cache,
@@ -116,7 +116,6 @@ class ChatRequest(SamplingFields):
             reasoning=reasoning,
             stream=bool(self.stream),
             timeout=self.checked_timeout(),
-            labels=self.labels(),
             names={"grammar": grammar_field, "continue_final": "continue_final_message"},
         )
 
@@ -177,11 +176,6 @@ class ChatRequest(SamplingFields):
                 param=name,
             )
         return True
-
-
-def _shown(tools: Tools | None) -> list[dict[str, Any]] | None:
-    """The tools that the template is given."""
-    return [dict(function) for function in tools.functions] if tools is not None and tools.choice != "none" else None
 
 
 def _same(name: str, one: Any, other_name: str, other: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,8 +16,6 @@ from .parts import Part, Ping
 if TYPE_CHECKING:
     from .several import Several
 
-#: seconds that a client may take no byte of what waits for it
-STALLED = 300.0
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -63,7 +60,7 @@ class Printer(Protocol):
 
 class EventStream(Response):
     """Headers at once, then the answer as ``printer`` writes it. However it ends, the answer is closed: nothing runs on
-    for a client that left, or takes no byte for ``STALLED`` seconds."""
+    for a client that left. Who takes no byte for long is hung up on by ``protocol``."""
 
     media_type = "text/event-stream"
 
@@ -82,8 +79,7 @@ class EventStream(Response):
 
             async def write(text: str, more: bool = True) -> None:
                 if text or not more:
-                    async with asyncio.timeout(STALLED):
-                        await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+                    await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
@@ -91,8 +87,8 @@ class EventStream(Response):
                 while parts := await answer.some():
                     await write("".join(map(self._printed, parts)))
                 await write(self.printer.end(), more=False)
-            except (ClientGone, TimeoutError, OSError) as error:  # nobody reads any more
-                await answer.close(error if isinstance(error, ClientGone) else ClientGone("The client reads nothing."))
+            except (ClientGone, OSError) as error:  # nobody reads any more
+                await answer.close(error if isinstance(error, ClientGone) else ClientGone("The client hung up."))
             except Exception as error:
                 await answer.close(error)
                 await write(self.printer.error(error), more=False)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from anyio import to_thread
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict
 
 from .. import __version__
 from ..cache.index import Entry
@@ -21,10 +20,10 @@ from ..decode.request import Request as Asked
 from ..decode.text import decode
 from ..errors import RequestError
 from ..messages import check_text, normalise
-from .fields import template_kwargs
+from .fields import Body, template_kwargs
 from .health import look as look_after
 from .server import Server, Serving
-from .tools_schema import asked_tools
+from .tools_schema import asked_tools, template_tools
 
 if TYPE_CHECKING:
     from ..cache.store import PrefixStore
@@ -93,10 +92,8 @@ def _engine(engine: Engine | None) -> dict[str, Any]:
     return {"health": engine.health().reason or "ok", "info": info, "engine": asdict(engine.status())}
 
 
-class ExplainRequest(BaseModel):
+class ExplainRequest(Body):
     """A prompt as a request would give it: exactly one of messages, prompt and tokens."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -113,12 +110,11 @@ async def explain(server: Serving, body: ExplainRequest) -> dict[str, Any]:
     from ..decode.looked import look  # it brings MLX, which belongs to an engine's thread
 
     name, engine = loaded(server, body.model)
-    tools = asked_tools(body.tools, None, None)
     asked = Asked(
         messages=normalise(body.messages) if body.messages is not None else None,
         prompt=None if body.prompt is None else check_text(body.prompt, "prompt"),
         tokens=body.tokens,
-        tools=[dict(function) for function in tools.functions] if tools is not None else None,
+        tools=template_tools(asked_tools(body.tools, None, None)),
         template_kwargs=template_kwargs(body.chat_template_kwargs),
         salt=check_text(body.cache_salt or "", "cache_salt") or server.cache_salt,
         use_cache=server.use_cache,

@@ -14,7 +14,7 @@ from ..messages import check_text, normalise
 from .completions_logprobs import spelled
 from .fields import Body, template_kwargs
 from .server import Server, Serving
-from .tools_schema import asked_tools
+from .tools_schema import asked_tools, template_tools
 
 router = APIRouter()
 
@@ -58,10 +58,9 @@ class TokenizeRequest(Body):
                 "A prompt ends where the answer begins: give one of the two as true.",
                 param="add_generation_prompt",
             )
-        tools = asked_tools(self.tools, None, None)
         return Request(
             messages=normalise(self.messages),
-            tools=[dict(function) for function in tools.functions] if tools is not None else None,
+            tools=template_tools(asked_tools(self.tools, None, None)),
             template_kwargs=template_kwargs(self.chat_template_kwargs),
             continue_final=continued,
         )

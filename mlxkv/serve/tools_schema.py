@@ -28,6 +28,11 @@ def asked_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools | None:
     return Tools(tuple(functions), chosen, parallel is not False) if functions else None
 
 
+def template_tools(tools: Tools | None) -> list[dict[str, Any]] | None:
+    """The tools that the template is given: none where none may be called."""
+    return [dict(function) for function in tools.functions] if tools is not None and tools.choice != "none" else None
+
+
 def _functions(tools: Any) -> list[dict[str, Any]]:
     if tools is None:
         return []

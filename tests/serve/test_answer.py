@@ -16,7 +16,7 @@ import pytest
 from mlxkv.decode.request import Delta
 from mlxkv.decode.text import plain
 from mlxkv.errors import ConfigError, DeviceError, EngineError
-from mlxkv.serve import Limits, answer, sse
+from mlxkv.serve import Limits, answer, protocol
 from mlxkv.serve.models import Models
 from mlxkv.serve.registry import Entry, Registry
 from tests.serve import chunks
@@ -334,7 +334,7 @@ def test_a_client_that_leaves_while_a_model_loads_is_forgotten():
 
 
 def test_a_client_that_takes_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(sse, "STALLED", 0.3)
+    monkeypatch.setattr(protocol, "WRITE_S", 0.3)
     with acting() as (engine, http), posted(http, STREAM):
         ticket = engine.begin()
         ids = list(engine.tokenizer.encode("a", add_special_tokens=False))
