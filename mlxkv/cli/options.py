@@ -288,12 +288,12 @@ LIMITS = _group(
             "How long running answers may go on once the server was told to stop (default 10s).",
             {"metavar": "TIME"},
         ),
-        "log_json": (bool | None, ("--log-json/--no-log-json",), "Write the log as one JSON object a line."),
     },
 )
 LIFE = _group(
     "Process",
     {
+        "log_json": (bool | None, ("--log-json/--no-log-json",), "Write the log as one JSON object a line."),
         "log_file": (
             str | None,
             ("--log-file",),

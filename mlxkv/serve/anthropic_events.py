@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..decode.request import Usage
 from .anthropic_messages import signature
 from .parts import Arguments, Begun, Call, Ended, Part, Ping, Text, Thought
+from .reports import extension
 
 Event = dict[str, Any]
 
@@ -126,7 +127,7 @@ class Events:
                 "type": "message_delta",
                 "delta": {"stop_reason": reason, "stop_sequence": part.stop if reason == "stop_sequence" else None},
                 "usage": counted,
-                "mlxkv": {name: asdict(getattr(part.completion, name)) for name in ("cache", "timings", "drafts")},
+                "mlxkv": extension(part.completion),
             }
         )
         return [*made, {"type": "message_stop"}]

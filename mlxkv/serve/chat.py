@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ..decode.request import Completion, TokenLogprob
+from ..decode.request import TokenLogprob
 from ..decode.spelling import Spelling
-from .answer import Answer, Tokens, Whole, WholeChoice, collect
+from .answer import Answer, Whole, WholeChoice, collect
 from .errors import error_of
 from .parts import Arguments, Begun, Call, Ended, Part, Reading, Text, Thought
+from .reports import extension, logprobs_object, usage_object
 from .schema import ChatRequest
 from .server import Serving
 from .sse import EventStream, dump, event
@@ -157,30 +157,3 @@ class ChatPrinter:
             told = logprobs_object(logprobs, self._spell)
         made = {"index": choice, "delta": delta, "logprobs": told, "finish_reason": finish}
         return event(self._head | {"choices": [made]} | (more or {}) | ({"usage": None} if self._usage else {}))
-
-
-def logprobs_object(tokens: Sequence[TokenLogprob], spell: Spelling) -> dict[str, Any]:
-    """OpenAI's ``logprobs`` of a choice: each token's text (U+FFFD for pieces of characters) and bytes."""
-
-    def told(id: int, logprob: float) -> dict[str, Any]:
-        raw = spell(id)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
-
-    content = [told(t.id, t.logprob) | {"top_logprobs": [told(*each) for each in t.top]} for t in tokens]
-    return {"content": content, "refusal": None}
-
-
-def usage_object(tokens: Tokens) -> dict[str, Any]:
-    """OpenAI's ``usage``."""
-    return {
-        "prompt_tokens": tokens.prompt,
-        "completion_tokens": tokens.completion,
-        "total_tokens": tokens.prompt + tokens.completion,
-        "prompt_tokens_details": {"cached_tokens": tokens.cached},
-        "completion_tokens_details": {"reasoning_tokens": tokens.thought},
-    }
-
-
-def extension(completion: Completion) -> dict[str, Any]:
-    """What mlxkv tells beyond OpenAI's API: ``{"cache": CacheReport, "timings": Timings, "drafts": DraftReport}``."""
-    return {name: asdict(getattr(completion, name)) for name in ("cache", "timings", "drafts")}

@@ -12,11 +12,11 @@ from fastapi.responses import JSONResponse, Response
 
 from ..decode.spelling import Spelling
 from .answer import Answer, Tokens
-from .chat import extension, usage_object
 from .completions_logprobs import Lists, joined, nothing, of_prompt
 from .completions_schema import CompletionRequest
 from .errors import error_of
 from .parts import Begun, Ended, Part, Text
+from .reports import extension, usage_object
 from .server import Server, Serving
 from .several import Several
 from .sse import EventStream, event

@@ -16,9 +16,9 @@ from ..errors import RequestError
 from . import responses_input
 from .answer import Answer
 from .asking import counted
-from .chat import extension, logprobs_object
 from .errors import error_of
 from .parts import Asked, Ended, Part
+from .reports import extension, logprobs_object
 from .responses_output import Event, Output
 from .responses_schema import ResponsesRequest
 from .responses_store import Kept, Responses
