@@ -351,9 +351,12 @@ class Engine:
         self._ready.set()
         try:
             self._run(runtime)
+        except BaseException:
+            log.exception("the engine's loop has failed")
+            self._unhealthy = "its loop has failed"
         finally:
             with self._wake:
-                waiting, self._queue = list(self._queue), deque()
+                waiting, self._queue = list(self._live), deque()  # whatever ended it: all that have not ended are told
                 self._closing = True
                 questions, self._asked = list(self._asked), deque()
             for ticket in waiting:

@@ -90,6 +90,7 @@ class Answer:
         self._clock: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._last: asyncio.TimerHandle | None = None
+        self._begun: float | None = None  # when the first choice left the queue
         self._shown = self._began  # when something came that a client sees
 
     @classmethod
@@ -197,6 +198,7 @@ class Answer:
                 began=self._began,
                 error=None if left else error,
                 left=left,
+                begun=self._begun,
                 gaps=list(self._gaps.values()),
             )
         )
@@ -276,6 +278,7 @@ class Answer:
 
     def _event(self, choice: int, event: Event) -> None:
         if isinstance(event, Started):
+            self._begun = self._begun or time.monotonic()
             self._put(Begun(choice, event.prompt_tokens, event.cached_tokens))
         elif isinstance(event, Progress):
             self._put(Reading(choice, event.done, event.total))

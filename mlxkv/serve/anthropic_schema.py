@@ -116,9 +116,8 @@ class CountRequest(Body):
                 raise RequestError(f"{where} is not supported.", f"Only {_KEEP_ALL} is, which keeps all.", param=where)
         tools = self._tools()
         shown = tools is not None and tools.choice != "none"
-        kwargs = template_kwargs(self.chat_template_kwargs)
-        if effort := self.output_config and self.output_config.effort:
-            kwargs.setdefault("reasoning_effort", _EFFORT.get(effort, effort))
+        effort = self.output_config and self.output_config.effort
+        kwargs = template_kwargs(self.chat_template_kwargs, effort, _EFFORT)
         form, field = self._format()
         names = {"grammar": field, "continue_final": "messages", "stop": "stop_sequences"}
         for i, place in enumerate(said.places):

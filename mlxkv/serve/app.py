@@ -30,10 +30,10 @@ def create_app(server: Server) -> FastAPI:
     """The application around ``server``."""
     app = FastAPI(title="mlxkv", docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(Guard, server=server)
-    app.add_middleware(CountHttp, metrics=server.metrics)  # the last one added sees every request first
     every = routers()
     errors.install(app, server.on_device_error, {getattr(route, "path", "") for r in every for route in r.routes})
+    app.add_middleware(Guard, server=server)
+    app.add_middleware(CountHttp, metrics=server.metrics)  # the last one added sees every request first
     for router in every:
         app.include_router(router)
     openapi.install(app)

@@ -4,7 +4,7 @@ that need the model but not its turn."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..decode.preparing import Prepared
 from ..decode.request import Request
@@ -32,7 +32,7 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
         grammar = grammar_for(asked.tools, grammar, engine.tokenizer)
         request = replace(
             asked.request,
-            template_kwargs=template_kwargs(asked.reasoning) | asked.request.template_kwargs,
+            template_kwargs=_template_kwargs(asked),
             reasoning_budget=asked.reasoning.budget,
             grammar=grammar,
             share=asked.n > 1,
@@ -51,12 +51,27 @@ def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
 def counted(engine: Engine, asked: Asked) -> int:
     """Tokens of the prompt, also where the context has no room for it. Any thread. Raises RequestError as ``prepared``
     does."""
-    kwargs = template_kwargs(asked.reasoning) | asked.request.template_kwargs
-    request = replace(asked.request, template_kwargs=kwargs, grammar=None)  # what an answer must match is no token
+    # what an answer must match is no token
+    request = replace(asked.request, template_kwargs=_template_kwargs(asked), grammar=None)
     try:
         return engine.prepare(request, fits=False).prompt_tokens
     except RequestError as error:
         raise _named(error, asked) from None
+
+
+def _template_kwargs(asked: Asked) -> dict[str, Any]:
+    """The caller's arguments for the template, and what the request says of thinking. Raises RequestError where the two
+    say different things: one of them would be ignored."""
+    told, given = template_kwargs(asked.reasoning), asked.request.template_kwargs
+    for name, value in told.items():
+        if isinstance(given.get(name), bool) and given[name] is not value:
+            where = f"chat_template_kwargs.{name}"
+            raise RequestError(
+                f"{where} is {str(given[name]).lower()}, but the request switches thinking {'on' if value else 'off'}.",
+                "Give one of them.",
+                param=where,
+            )
+    return told | given
 
 
 def _named(error: RequestError, asked: Asked) -> RequestError:

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import DeadEnd, DeviceError, MlxkvError, RequestTimeout
 from .anthropic_errors import anthropic_error, speaks_anthropic
@@ -55,6 +56,30 @@ def headers_of(error: MlxkvError) -> dict[str, str]:
     return {"x-should-retry": "false"} if isinstance(error, (RequestTimeout, DeadEnd)) else {}
 
 
+class Unforeseen:
+    """ASGI middleware around the routes: an error that nobody foresaw is logged and answered. It goes no further:
+    uvicorn would close the socket behind an answer that does not say so, on a client that asks the next thing."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except Exception as error:
+            if begun:  # only a socket that is closed can still tell
+                raise
+            log.error("%s failed", getattr(scope.get("route"), "path", "a request"), exc_info=error)
+            await refusal(scope["path"], error_of(error), 500)(scope, receive, send)
+
+
 def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None, paths: Collection[str] = ()) -> None:
     """Answer every error of ``app`` this way. ``paths``: of its routes, one of which may have been meant."""
 
@@ -79,13 +104,10 @@ def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None,
             body = error_object(text, "invalid_request_error", None, "method_not_allowed")
         return refusal(request.url.path, body, error.status_code, error.headers)
 
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return refusal(request.url.path, error_of(error), 500)  # the traceback goes to the server's log
-
     app.add_exception_handler(MlxkvError, refused)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)
+    app.add_middleware(Unforeseen)
 
 
 def _nothing_there(path: str, known: Collection[str]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -166,13 +168,24 @@ def limit(value: int | None, name: str) -> int | None:
     return value
 
 
-def template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
-    """Arguments for the chat template. Raises RequestError for those that are the server's own."""
+def template_kwargs(
+    given: dict[str, Any] | None, effort: str | None = None, known: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Arguments for the chat template, with the effort of thinking if one was asked for: as ``known`` spells it, if it
+    does. Raises RequestError for those that are the server's own, and for another effort than that."""
     for name in given or {}:
         if name in _TEMPLATE_OWN:
             where = f"chat_template_kwargs.{name}"
             raise RequestError(f"{where} is set by the server.", "Leave it out.", param=where)
-    return dict(given or {})
+    made = dict(given or {})
+    if effort is not None:
+        told = known.get(effort, effort)
+        if made.get("reasoning_effort") not in (None, effort, told):
+            where = "chat_template_kwargs.reasoning_effort"
+            raise RequestError(f"{where} and the request's effort differ.", "Give one of them.", param=where)
+        if effort != "none":
+            made["reasoning_effort"] = made.get("reasoning_effort") or told
+    return made
 
 
 def format_grammar(form: dict[str, Any] | None, where: str, inner: str | None) -> Grammar | None:

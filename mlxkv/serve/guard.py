@@ -8,6 +8,7 @@ and once the server was told to stop, new work is refused.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from fastapi import HTTPException
@@ -26,6 +27,8 @@ PUBLIC_FOLDER = "/web/"
 RETRY_AFTER = "5"
 #: bytes of a request's target and headers
 MAX_HEAD = 64 * 2**10
+#: bytes a second that a body must come at on the whole, so that no drop now and then keeps it open
+SLOWEST = 4096
 
 
 class Guard:
@@ -88,21 +91,26 @@ class Guard:
         announced, limit = headers.get("content-length", "0"), self.server.limits.max_body
         if not (announced.isascii() and announced.isdigit()) or int(announced[:20]) > limit:
             return _refused(path, 413, _too_large(limit), "invalid_request_error", "request_too_large")
+        encoding = headers.get("content-encoding", "").strip()
+        if encoding.lower() not in ("", "identity"):
+            text = f"The body is encoded as {encoding[:80]!r}. Send it plain, without Content-Encoding."
+            return _refused(path, 415, text, "invalid_request_error", "unsupported_encoding")
         return None
 
     def _body(self, receive: Receive) -> Receive:
         """``receive`` that counts a body, announced or not, and does not wait for ever for the rest of it."""
-        seen, whole = 0, False
+        seen, whole, began = 0, False, time.monotonic()
 
         async def counted() -> Message:
             nonlocal seen, whole
             limits = self.server.limits
             if whole:
                 return await receive()
+            left = began + limits.body_s + seen / SLOWEST - time.monotonic()
             try:
-                message = await asyncio.wait_for(receive(), limits.body_s)
+                message = await asyncio.wait_for(receive(), max(0.0, min(limits.body_s, left)))
             except TimeoutError:
-                text = f"Nothing more of the body came for {limits.body_s:g} seconds."
+                text = f"Only {seen:,} bytes of the body came in {time.monotonic() - began:.1f} seconds."
                 raise HTTPException(408, text, {"Connection": "close"}) from None
             seen += len(message.get("body", b""))
             whole = not message.get("more_body", False)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -18,6 +19,34 @@ from ..errors import ConfigError
 FILE_BYTES = 10 * 2**20
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
+#: errors that speak of the machine. What others say may be a piece of what somebody wrote (a key that is not there, a
+#: value that cannot be converted): of those only the kind and the place are told.
+_OF_THE_MACHINE = (OSError, RuntimeError, MemoryError, ImportError)
+
+
+def told(error: BaseException) -> str:
+    """The traceback of an error and of those that led to it, without words that may be a client's."""
+    made: list[str] = []
+    at: BaseException | None = error
+    while at is not None and len(made) < 10:
+        said = f": {at}" if isinstance(at, _OF_THE_MACHINE) else ""
+        made.append("".join(traceback.format_tb(at.__traceback__)) + f"{type(at).__name__}{said}")
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return "\nwhich came from:\n".join(made)
+
+
+class Lines(logging.Formatter):
+    """Lines for people."""
+
+    def __init__(self) -> None:
+        super().__init__(_FORMAT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.exc_text = None  # another handler's, in its words
+        return super().format(record)
+
+    def formatException(self, ei: Any) -> str:
+        return told(ei[1])
 
 
 class JsonLines(logging.Formatter):
@@ -32,8 +61,8 @@ class JsonLines(logging.Formatter):
             made["request"] = request
         else:
             made["message"] = record.getMessage()
-        if record.exc_info:
-            made["error"] = self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[1] is not None:
+            made["error"] = told(record.exc_info[1])
         return json.dumps(made, default=str)
 
 
@@ -42,7 +71,7 @@ def configure(as_json: bool = False, stream: TextIO | None = None, file: Path | 
     has to say. A file never outgrows ``FILE_BYTES``; the lines before are in the file of the same name with ``.1``
     behind it. Raises ConfigError for a file that cannot be written."""
     handler = logging.StreamHandler(stream or sys.stderr) if file is None else _to_file(file)
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter(_FORMAT))
+    handler.setFormatter(JsonLines() if as_json else Lines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mlxkv").setLevel(logging.INFO)
 

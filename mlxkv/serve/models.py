@@ -13,12 +13,13 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ..errors import ConfigError, EngineClosed, MlxkvError, ModelError
+from ..errors import ConfigError, EngineClosed, MlxkvError, ModelError, QueueFull
 from .registry import Entry, Registry
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ log = logging.getLogger("mlxkv.serve")
 
 #: seconds for which a model that could not be loaded is not tried again: each try may have another unloaded first
 RETRY_S = 10.0
+#: requests that may wait for a model whose entry does not say how many
+MOST_WAITING = 256
 
 State = Literal["unloaded", "loading", "ready", "draining", "closing", "failed"]
 T = TypeVar("T")
@@ -82,6 +85,7 @@ class Models:
         self._checking: dict[str, asyncio.Task[None]] = {}
         self._slots: dict[str, Slot] = {}
         self._waiting: dict[str, list[asyncio.Future[Slot]]] = {}  # by name, who came first first
+        self._comers: Counter[str] = Counter()  # by name, all who have asked and have no lease yet
         self._failed: dict[str, tuple[float, MlxkvError]] = {}
         self._asked_for: set[str] = set()  # names whose loading is no news in a log
         self._closed = False
@@ -100,9 +104,19 @@ class Models:
         return made
 
     @asynccontextmanager
-    async def lease(self, name: str) -> AsyncIterator[Engine]:
-        """The engine of ``name``, which stays while the block runs; loaded first if it is not. Raises ModelError."""
-        slot = await self._slot(self.registry[name])
+    async def lease(self, name: str, *, bounded: bool = True) -> AsyncIterator[Engine]:
+        """The engine of ``name``, which stays while the block runs; loaded first if it is not. Raises ModelError, and
+        QueueFull where as many wait for it as may wait for an engine: they all go on to its queue when it comes, and
+        are to find room there. ``bounded`` is False for the server's own."""
+        entry = self.registry[name]
+        most = entry.options.get("max_queue", MOST_WAITING)
+        if bounded and self._comers[entry.name] >= most:
+            raise QueueFull(f"{most} requests wait for the model {entry.name} already.", "Try again later.")
+        self._comers[entry.name] += 1
+        try:
+            slot = await self._slot(entry)
+        finally:
+            self._comers[entry.name] -= 1
         assert slot.engine is not None
         try:
             yield slot.engine
@@ -140,7 +154,7 @@ class Models:
         """Load ``first()``. Raises ModelError."""
         for entry in self.first():
             self._asked_for.add(entry.name)
-            async with self.lease(entry.name):
+            async with self.lease(entry.name, bounded=False):
                 pass
 
     def expire(self) -> None:

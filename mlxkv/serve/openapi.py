@@ -17,7 +17,11 @@ from .guard import PUBLIC
 #: what may come back beside the answer, by status
 GUARDED = {403: "The Host or the Origin header names another server.", 408: "The body did not come in time."}
 KEYED = {401: "An API key is needed."}
-BODY = {400: "A field is missing, unknown or not valid; `param` names it.", 413: "The body is too large."}
+BODY = {
+    400: "A field is missing, unknown or not valid; `param` names it.",
+    413: "The body is too large.",
+    415: "The body is compressed.",
+}
 WORK = {
     404: "There is no such model.",
     429: "Too many requests wait; try again after `Retry-After` seconds.",

@@ -96,10 +96,8 @@ class ResponsesRequest(SamplingFields):
         tools = self.asked_tools()
         shown = tools is not None and tools.choice != "none"
         text = self.text or TextFields()
-        kwargs = template_kwargs(self.chat_template_kwargs)
         effort = self.reasoning and self.reasoning.effort
-        if effort not in (None, "none"):
-            kwargs.setdefault("reasoning_effort", _EFFORT.get(effort, effort))
+        kwargs = template_kwargs(self.chat_template_kwargs, effort, _EFFORT)
         more: dict[str, Any] = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs or 0}
         if (most := limit(self.max_output_tokens, "max_output_tokens")) is not None:
             more["max_tokens"] = most

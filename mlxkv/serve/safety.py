@@ -55,9 +55,14 @@ class Safety:
         if not header:  # HTTP/1.0, which no browser speaks
             return True
         if header.startswith("["):
-            name = header[1:].partition("]")[0]
+            name, _, port = header[1:].partition("]")
+            colon = port[:1]
+            port = port[1:]
         else:
-            name = header.partition(":")[0].rstrip(".")
+            name, colon, port = header.partition(":")
+            name = name.rstrip(".")
+        if (colon or port) and not (colon == ":" and (not port or port.isdecimal())):
+            return False
         if name in self.hosts or name.endswith(".localhost"):
             return True
         try:

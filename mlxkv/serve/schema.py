@@ -96,9 +96,7 @@ class ChatRequest(SamplingFields):
         tools = asked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         grammar, grammar_field = self._grammar()
         reasoning, effort = self._reasoning()
-        kwargs = template_kwargs(self.chat_template_kwargs)
-        if effort not in (None, "none"):
-            kwargs.setdefault("reasoning_effort", _EFFORT.get(effort, effort))
+        kwargs = template_kwargs(self.chat_template_kwargs, effort, _EFFORT)
         request = Request(
             messages=normalise(self.messages),
             sampling=self.sampling(server.defaults, **self._limits(), **self._logprobs()),

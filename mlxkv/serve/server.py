@@ -61,7 +61,7 @@ class Server:
     def lease(self, name: str) -> AbstractAsyncContextManager[Engine]:
         """The engine of the model that a request names; it stays while the block runs, and is loaded first if it has to
         be, which may take minutes (``models.ready`` tells). Raises ModelError: an unknown name, or one that cannot be
-        loaded."""
+        loaded; QueueFull where too many wait for it."""
         return self.models.lease(name)
 
     @property

@@ -208,6 +208,15 @@ def test_budgets_and_switches_of_thinking_do_no_harm_to_a_model_that_does_not_th
         ({"reasoning": {"depth": 1}}, "reasoning.depth"),
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
         ({"enable_thinking": True, "reasoning_effort": "none"}, "reasoning_effort"),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "chat_template_kwargs.reasoning_effort",
+        ),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),

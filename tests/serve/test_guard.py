@@ -88,6 +88,22 @@ def test_an_origin_that_is_not_listed(server, locked):
             assert health.status_code == 403
 
 
+@pytest.mark.parametrize("host", ["localhost:1@evil.example", "[::1]evil.example", "127.0.0.1:evil", "[::1]80", "::1"])
+def test_a_host_that_only_begins_like_this_one(server, host):
+    assert refused(ask(server, host=host), 403)["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize("host", ["[::1]", "[::1]:8642", "127.0.0.1:", "LOCALHOST.:1"])
+def test_a_host_that_is_this_one(server, host):
+    assert ask(server, host=host).status_code == 200
+
+
+def test_a_compressed_body_is_not_read_as_if_it_were_plain(server):
+    for encoding, status in (("gzip", 415), ("identity", 200)):
+        assert ask(server, content_encoding=encoding).status_code == status
+    assert "Content-Encoding" in refused(ask(server, content_encoding="br, gzip"), 415)["message"]
+
+
 def test_its_own_page_may_ask(server):
     answer = ask(server, origin=server.url)
     assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers

@@ -74,8 +74,8 @@ def test_the_same_as_json(log):
     Metrics().observe(two, "m")
     logging.getLogger("mlxkv.serve").warning("something else")
     try:
-        raise ValueError("what went wrong")
-    except ValueError:
+        raise OSError("what went wrong")
+    except OSError:
         logging.getLogger("uvicorn.error").exception("a failure")
     request, other, failure = map(json.loads, stream.getvalue().splitlines())
     assert request["request"]["id"] == "chatcmpl-2" and request["level"] == "info" and "message" not in request

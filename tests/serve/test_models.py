@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlxkv.errors import ConfigError, EngineClosed, ModelError
+from mlxkv.errors import ConfigError, EngineClosed, ModelError, QueueFull
 from mlxkv.serve import models as module
 from mlxkv.serve.models import Models
 from mlxkv.serve.registry import Entry, Registry, names_of
@@ -145,6 +145,26 @@ async def test_leaving_while_it_loads_keeps_what_was_loaded():
     await settled(models)
     found = models.states()[0]
     assert (found.state, found.leases, found.waiting) == ("ready", 0, 0)
+
+
+@in_loop
+async def test_no_more_wait_for_a_model_than_its_queue_holds():
+    garage, models = shop(Entry("a", "/a"), Entry("b", "/b", ("bb",), options={"max_queue": 2}))
+
+    async def use(name):
+        async with models.lease(name) as engine:
+            return engine.name
+
+    async with models.lease("a"):
+        waiting = [asyncio.create_task(use(name)) for name in ("b", "bb")]
+        await until(lambda: state(models, "a") == "draining")
+        with pytest.raises(QueueFull):
+            await use("b")
+        waiting.pop().cancel()
+        await asyncio.sleep(0.01)
+        waiting.append(asyncio.create_task(use("b")))  # who left has made room
+    assert await asyncio.gather(*waiting) == ["b", "b"]
+    assert await use("b") == "b"
 
 
 @in_loop

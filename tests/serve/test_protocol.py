@@ -84,6 +84,31 @@ def test_a_body_that_stops(strict):
             assert gone(sock)
 
 
+def test_a_body_that_drips(strict):
+    """A byte now and then does not buy more time."""
+    with connect(strict.port, timeout=0.05) as sock:
+        sock.sendall(head(CHAT, 500))
+        came = b""
+        for _ in range(200):
+            with contextlib.suppress(TimeoutError):
+                came = sock.recv(4096)
+                break
+            sock.sendall(b" ")
+        assert came.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_that_comes_in_pieces_for_longer_than_a_pause_may_take(strict):
+    body = json.dumps(GOOD[CHAT]).encode()
+    body += b" " * (40_000 - len(body))
+    with connect(strict.port) as sock:
+        sock.sendall(head(CHAT, len(body)))
+        for at in range(0, len(body), 5_000):
+            time.sleep(0.08)
+            sock.sendall(body[at : at + 5_000])
+        found = answer(sock)
+        assert found is not None and found.status == 200
+
+
 def test_a_body_that_is_too_large_is_not_read_for_ever(strict):
     with connect(strict.port) as sock:
         sock.sendall(head(CHAT, 10**9))

@@ -73,8 +73,9 @@ def test_a_request_is_counted_as_its_usage_says(http):
     reason = first["mlxkv"]["cache"]["miss_reason"]
     assert change("prefix_cache_misses_total", reason=reason) == 1 == change("prefix_cache_misses_total")
     assert change("prefix_cache_missed_tokens_total", reason=reason) == usages[0]["prompt_tokens"] - cached[0]
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
-        assert change(name + "_count", model_name="llama") == 2
+    seconds = ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time")
+    for name in (*(f"{name}_seconds" for name in seconds), "request_prompt_tokens", "request_generation_tokens"):
+        assert change(name + "_count", model_name="llama") == 2, name
     assert change("inter_token_latency_seconds_count") == change("inter_token_latency_seconds_bucket", le="+Inf") > 0
     assert change("decode_steps_total") > 0 and change("prefix_cache_read_bytes_total", tier="ram") > 0
 
