@@ -28,8 +28,12 @@ async def attended(http: Http, seconds: float | None, work: Coroutine[Any, Any, 
     ``seconds``, which raises RequestTimeout: nobody waits on for a model that nobody wants any more. The body of the
     request must have been read."""
     task = asyncio.create_task(work)
+
+    def left() -> None:
+        task.cancel()
+
     try:
-        with hang_up(http, task.cancel):
+        with hang_up(http, left):
             await asyncio.wait({task}, timeout=seconds)
         if not task.done():
             raise late(seconds or 0.0)
