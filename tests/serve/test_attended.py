@@ -33,7 +33,7 @@ def late():
     """A server whose model is not loaded before the end, its models, and a client."""
     engine, loaded = Acting(), threading.Event()
 
-    def load(entry: Entry) -> Acting:
+    def load(entry):
         assert loaded.wait(60)
         return engine
 
