@@ -1,157 +1,29 @@
 """The loop of the engine: one turn takes what is new, admits what there is room for, reads a chunk of one prompt and
-makes a step of one group. It belongs to the engine's thread; what it decides is in ``scheduler``."""
+makes a step of one group. It belongs to the engine's thread; what it decides is in ``scheduler``, what it keeps in
+``books``, and how requests leave it in ``ends``."""
 
 from __future__ import annotations
 
-import logging
 import time
-import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-
-import mlx.core as mx
 
 from ..cache.lookup import Lookup
 from ..cache.planner import Plan
-from ..cache.restoring import Restoring
 from ..cache.state import SequenceState
-from ..cache.status import StoreStatus
-from ..errors import EngineClosed, EngineError, MlxkvError, RequestCancelled
-from .batched import Batched
+from ..errors import RequestCancelled
+from .ends import Ends
 from .group import Group
-from .handoff import Event, Handoff, Picture, State
-from .memory import TOKEN_BYTES, Memory, give_back
-from .needs import Needs
-from .options import Options
-from .pace import Ladder
-from .pool import Pool
+from .handoff import Event, State
+from .memory import TOKEN_BYTES, give_back
 from .prefill import Prefill
-from .reading import Patience, Reading
-from .runtime import Runtime
-from .scheduler import Admission, Rounds, max_gap
-from .seats import Seats
 from .sequence import Sequence
 from .solo import Allotment
-from .speculation import Counts
-from .status import Status
-from .ticket import Ticket
-
-log = logging.getLogger("mlxkv.engine")
 
 #: times that a stream which could make a step looks for newcomers first; then the others wait for a plain one
 LOOKS = 4
 
 
-class Loop:
-    """``failed`` is told of errors that may be the device's; it gives back the error that requests are told."""
-
-    def __init__(self, rt: Runtime, options: Options, failed: Callable[[BaseException], EngineError]) -> None:
-        self.rt, self._failed = rt, failed
-        self._max_rows = options.max_rows
-        self._admission, self._rounds = Admission(), Rounds()
-        #: how a stream that speculates lets others in
-        self.handoff = Handoff()
-        self.tickets: deque[Ticket] = deque()
-        #: prompts that wait for room, in the order in which they came
-        self.waiting: list[Sequence] = []
-        self.restoring: dict[Sequence, Restoring] = {}
-        self.seats = Seats(rt, options.max_rows, options.compile)
-        self._needs = Needs(rt, self.seats)
-        #: whether newcomers have their first chunks before anybody's next step, instead of a turn each
-        self._lets_in = self.seats.speculation is not None
-        self._reading = Reading(Ladder.up_to(rt.chunk), max_gap(options.max_gap_ms, rt.device), self._lets_in)
-        #: rows of the caches of those who do not decode yet
-        self._allotments: dict[Sequence, Allotment] = {}
-        self._patience = Patience()
-        self._steps, self._step_s = 0, 0.0
-        self._rested = 0
-        self._admitted = False
-        #: told when somebody was admitted, within a turn
-        self.changed: Callable[[], None] = lambda: None
-        #: puts what was queued meanwhile into ``tickets``
-        self.look: Callable[[], None] = lambda: None
-
-    # what others see
-
-    @property
-    def prefills(self) -> dict[Sequence, Prefill]:
-        """Prompts that are read."""
-        return self._reading.prefills
-
-    @property
-    def groups(self) -> list[Group]:
-        return self.seats.groups
-
-    @property
-    def pool(self) -> Pool:
-        return self.seats.pool
-
-    @property
-    def memory(self) -> Memory:
-        return self.rt.memory
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """All that were admitted."""
-        return [*self.restoring, *self.prefills, *self.seats.sequences()]
-
-    @property
-    def active(self) -> int:
-        return len(self.restoring) + len(self.prefills) + self.seats.rows
-
-    @property
-    def idle(self) -> bool:
-        """A turn would have nothing to do."""
-        return not (self.active or self.waiting or self.tickets)
-
-    def status(self) -> Status:
-        memory = self.rt.memory
-        shapes = [
-            (g.executor.slots, g.executor.batch.capacity if isinstance(g.executor, Batched) else 0) for g in self.groups
-        ]
-        drafts = self.seats.speculation.counts if self.seats.speculation is not None else Counts()
-        return Status(
-            running=self.seats.rows,
-            prefilling=len(self.prefills),
-            restoring=len(self.restoring),
-            waiting=len(self.waiting),
-            queued=len(self.tickets),
-            reserved_bytes=memory.reserved,
-            reserved_rows=self.seats.reserved_rows() + sum(a.rows for a in self._allotments.values()),
-            pool_used=self.pool.used,
-            groups=tuple(shapes),
-            steps=self._steps,
-            step_s=self._step_s,
-            traces=self.seats.steps.traces,
-            memory=memory.ledger(),
-            turns=self.seats.obstacle,
-            handoff=self.handoff.state.value,
-            handoffs=self.handoff.changes(),
-            cycles=drafts.cycles,
-            drafted=drafts.proposed,
-            accepted=drafts.accepted,
-            depth=self.seats.speculation.last if self.seats.speculation is not None and self.groups else 0,
-            memory_limit=memory.limit,
-            store=StoreStatus.of(self.rt.store) if self.rt.store is not None else None,
-        )
-
-    def allotted(self, sequence: Sequence) -> int:
-        """Rows that the caches of a sequence have, or will have, which does not decode yet."""
-        return self._allotments[sequence].rows if sequence in self._allotments else 0
-
-    def rehearse(self, on: bool) -> None:
-        """What is asked from now on, or no longer, is only there to be timed."""
-        if self.seats.speculation is not None:
-            self.seats.speculation.depth.rehearse(on)
-
-    def check_integrity(self) -> None:
-        """Raises where books contradict each other, or somebody holds what nobody needs."""
-        self.pool.check_integrity()
-        drafts = [] if self.seats.speculation is None else self.seats.speculation.owners(self.sequences)
-        self.rt.memory.check_integrity([*self.waiting, *self.sequences, *self.groups, self.pool, *drafts])
-
-    # a turn
+class Loop(Ends):
+    """``turn`` after ``turn`` while there is something to do."""
 
     def turn(self) -> None:
         """Whatever goes wrong is told to the requests that it concerns; raises only what ends the engine."""
@@ -179,15 +51,6 @@ class Loop:
         self.seats.tidy()
         self._forget()
 
-    def _forget(self) -> None:
-        """Whose turn it was is of no use where there is nobody; and what is remembered by names keeps those alive, with
-        all their caches."""
-        if not self.groups:
-            self._rounds = Rounds()
-        self._reading.forget()
-        if not self.waiting:
-            self._admission = Admission()
-
     def rest(self) -> None:
         """There has been nothing to do for a while."""
         if self._steps > self._rested:
@@ -201,73 +64,7 @@ class Loop:
         elif self.waiting:
             time.sleep(0.02)
 
-    def close(self) -> None:
-        """Everybody leaves: who was admitted as cancelled, the others with an error."""
-        self.handoff.on(Event.SHUT_DOWN)
-
-        def closed() -> EngineClosed:  # each its own: whoever raises it adds to its traceback
-            return EngineClosed("The engine was closed before this request was answered.")
-
-        for ticket in self.tickets:
-            ticket.fail(closed())
-        self.tickets.clear()
-        for sequence in list(self.waiting):
-            self._fail(sequence, closed())
-        for sequence in self.sequences:
-            self._cancel(sequence)
-        if self.active:  # what could not be taken out in order
-            self.reset(closed())
-        self._see()
-        self.seats.tidy()  # no turn comes that would
-
-    def give_up(self, error: BaseException) -> None:
-        """The device cannot be trusted: nobody is answered."""
-        self.reset(error)
-        for ticket in self.tickets:
-            ticket.fail(error)
-        self.tickets.clear()
-
-    def reset(self, error: BaseException) -> None:
-        """Nothing that is here can be trusted: all that were taken in have failed. Who was not is still answered."""
-        self.handoff.on(Event.FAILED)
-        lost = [*self.waiting, *self.restoring, *self.prefills, *self.seats.clear()]
-        self._tell_ended()
-        for sequence in lost:
-            try:
-                self._fail(sequence, error)
-            except Exception:
-                log.exception("a failed request left something behind")
-                self._release(sequence)
-                sequence.fail(error)
-        for books in (self.waiting, self.restoring, self.prefills, self._allotments):
-            books.clear()
-        self._see()
-        self._forget()
-
     # the handoff
-
-    @property
-    def _streams(self) -> list[Group]:
-        """Groups whose next step may be a cycle."""
-        return [group for group in self.groups if group.rows and group.speculates]
-
-    @property
-    def _knocking(self) -> int:
-        """Requests that nobody has looked at, as far as there are places for them."""
-        return min(len(self.tickets), max(0, self._max_rows - self.active - len(self.waiting)))
-
-    def _see(self) -> None:
-        """Tell the handoff what there is."""
-        through, new = len(self._reading.through), len(self._reading.new)
-        self.handoff.see(
-            Picture(
-                streams=len(self._streams),
-                rows=self.seats.rows,
-                newcomers=self._knocking + new,
-                reading=len(self.prefills) - through - new,
-                through=through,
-            )
-        )
 
     def _let_in(self) -> None:
         """Before a step: whoever was queued up to now has its first chunk, if it can have one. Those who come faster
@@ -326,24 +123,6 @@ class Loop:
             self._fail(sequence, RequestCancelled("The request was cancelled before it started."))
         for sequence in [s for s in (*self.restoring, *self.prefills) if s.cancelled()]:
             self._cancel(sequence)
-
-    def _cancel(self, sequence: Sequence) -> None:
-        self.handoff.on(Event.CANCELLED)
-        try:
-            if sequence in self.restoring:
-                self.restoring.pop(sequence).cancel()
-                sequence.fail(RequestCancelled("The request was cancelled before it started."))
-            elif sequence in self.prefills:
-                prefill = self.prefills.pop(sequence)
-                mx.eval(prefill.state.live())
-                sequence.keep(prefill.state, "cancelled")
-                sequence.finish("cancelled")
-            else:
-                with self._changing():
-                    self.seats.remove(sequence)
-        except Exception as e:
-            self._lost(e, self._told(e), [sequence])
-        self._release(sequence)
 
     def _admit(self) -> None:
         while self.waiting and self.active < self._max_rows:
@@ -487,84 +266,3 @@ class Loop:
         for group in list(self.groups):
             if any(not row.sequence.sampled for row in group.rows.values()):
                 self._step(group)
-
-    # ends
-
-    @contextmanager
-    def _changing(self, *coming: Sequence) -> Iterator[None]:
-        """Groups are changed in the block. Who came to an end is told so, whatever else fails; if it raises, the rows
-        of those groups have failed, and who was ``coming``."""
-        try:
-            yield
-        except Exception as e:
-            error, touched = self._told(e), list(self.seats.touched)
-            self._tell_ended()
-            self._lost(e, error, coming, touched)
-        else:
-            self._tell_ended()
-
-    def _tell_ended(self) -> None:
-        for end in self.seats.ended():
-            try:
-                self._release(end.sequence)
-                if end.error is not None or end.reason == "cancelled":
-                    self.handoff.on(Event.FAILED if end.error is not None else Event.CANCELLED)
-                if end.error is not None:
-                    end.sequence.fail(self._its_own(end.error))
-                else:
-                    assert end.reason is not None
-                    end.sequence.finish(end.reason)
-            except Exception as e:
-                end.sequence.fail(self._its_own(e))
-
-    def _lost(
-        self,
-        e: BaseException,
-        error: BaseException,
-        sequences: Iterable[Sequence] = (),
-        groups: Iterable[Group] = (),
-    ) -> None:
-        """What was done for these failed with ``e``; they are told ``error``. On a GPU an error may surface later than
-        the command that caused it: nobody's state can be trusted then."""
-        if self.rt.device != "cpu" and isinstance(e, RuntimeError):
-            sequences, groups = [*sequences, *self.restoring, *self.prefills], self.groups
-        self.handoff.on(Event.FAILED)
-        for sequence in list(sequences):
-            self._fail(sequence, error)
-        for group in list(groups):
-            for row in group.rows.values():
-                self._fail(row.sequence, error)
-            self.seats.discard(group)
-
-    def _fail(self, sequence: Sequence, error: BaseException) -> None:
-        restoring = self.restoring.pop(sequence, None)
-        self.prefills.pop(sequence, None)
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        try:
-            if restoring is not None:
-                restoring.cancel()
-            sequence.drop()
-            self._release(sequence)
-        finally:  # it is in no book any more: nobody else would tell it
-            sequence.fail(error)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._allotments.pop(sequence, None)
-        self.rt.memory.release(sequence)
-
-    def _told(self, e: BaseException) -> BaseException:
-        """What a request is told of an error."""
-        traceback.clear_frames(e.__traceback__)  # they hold the request's state, and callers keep errors
-        return e if isinstance(e, MlxkvError) else self._failed(e)
-
-    def _its_own(self, e: BaseException) -> BaseException:
-        """What a request is told of an error in what is done for it alone, on the host: the device is not to blame,
-        however often that happens."""
-        traceback.clear_frames(e.__traceback__)
-        if isinstance(e, MlxkvError):
-            return e
-        log.error("a request failed", exc_info=e)
-        error = EngineError(f"The request failed: {type(e).__name__}: {e}.", "The engine goes on.")
-        error.__cause__ = e
-        return error

@@ -36,6 +36,7 @@ class Client:
     abrupt: bool
     sees: bool = False
     saw: bool = False
+    n: int = 1
 
     def body(self, model: str, **more: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": self.prompt}]
@@ -46,7 +47,8 @@ class Client:
             made = {"input": messages, "max_output_tokens": 400, "store": False}
         else:
             made = {"messages": messages} | limit
-        return {"model": model, "stream": self.stream} | made | more
+        choices = {"n": self.n} if self.n > 1 else {}
+        return {"model": model, "stream": self.stream} | made | choices | more
 
 
 @dataclass
@@ -69,8 +71,16 @@ def clients(rng: random.Random, many: int, longest: float) -> list[Client]:
         prompt = f"{n} {rng.randrange(1 << 30)} {SHARED * rng.choice((1, 3, 12))}"
         stay = rng.random() ** 2 * longest
         made.append(Client(rng.choice(ROUTES), prompt, rng.random() < 0.6, stay, rng.random() < 0.5))
+        if made[-1].route in ROUTES[:2] and rng.random() < 0.2:
+            made[-1].n = 2
     for i, client in enumerate(made[:: max(1, many // 6)]):  # some are sure to see something, in each route
-        client.route, client.stream, client.seconds, client.sees = ROUTES[i % len(ROUTES)], True, 30.0, True
+        client.route, client.stream, client.seconds, client.sees, client.n = (
+            ROUTES[i % len(ROUTES)],
+            True,
+            30.0,
+            True,
+            1,
+        )
     return made
 
 
@@ -102,23 +112,30 @@ def storm(server: Any, model: str, rng: random.Random, many: int, longest: float
         thread.start()
     for thread in threads:
         thread.join()
-    left = time.monotonic()
-    while time.monotonic() < left + 30:
+    gone = time.monotonic()
+    while time.monotonic() < gone + 30:
         status = server.engine.status()
-        if not (status.active or status.waiting or status.queued or status.rows or status.reserved_bytes):
+        waiting = status.waiting or status.queued or status.rows
+        if not (status.active or waiting or status.reserved_bytes or status.reserved_rows):
             break
         time.sleep(0.005)
     else:
         made.wrong.append(f"not free after 30 s: {status}")
-    made.free_s = time.monotonic() - left
+    made.free_s = time.monotonic() - gone
     until = time.monotonic() + 10
-    while server.offered.working and time.monotonic() < until:
+    while (left := _left(server.offered)) and time.monotonic() < until:
         time.sleep(0.01)
-    if server.offered.working:
-        made.wrong.append(f"{server.offered.working} requests are still being answered")
+    if left:
+        made.wrong.append(f"the server still has {left}")
     for client in rng.sample(saw := [c for c in made.clients if c.saw], min(len(saw), retries)):
         _retry(made, client, server.url, model)
     return made
+
+
+def _left(offered: Any) -> dict[str, int]:
+    """Requests that are being answered, and engines that somebody uses."""
+    leases = sum(state.leases for state in offered.models.states())
+    return {name: n for name, n in (("requests", offered.working), ("leases", leases)) if n}
 
 
 def _retry(made: Storm, client: Client, url: str, model: str) -> None:
