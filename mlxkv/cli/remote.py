@@ -283,7 +283,8 @@ def _error(status: int, body: dict[str, Any] | None, retry: str | None, url: str
     text = printable(message) if isinstance(message, str) and message else f"{url} answered with status {status}."
     code = found.get("code")
     if status in (401, 403):
-        made: MlxkvError = ConfigError(text, "" if message else "Give the server's key with --api-key.")
+        cure = "Give its key in MLXKV_API_KEY, or with --api-key." if status == 401 or not message else ""
+        made: MlxkvError = ConfigError(text, cure)
     elif code == "model_not_found":
         made = ModelError(text)
     elif status == 404 and not message:

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request as Http
 
 from ..decode.request import Completion, Delta, Event, Finished, Progress, Request, Started, TokenLogprob
-from ..errors import ClientGone, DeviceError, EngineClosed, MlxkvError, QueueFull, RequestTimeout
+from ..errors import ClientGone, DeviceError, EngineClosed, MlxkvError, QueueFull
 from .asking import pipeline, prepared
+from .attended import late, time_limit
 from .bridge import Inbox, hang_up
 from .parts import Arguments, Asked, Begun, Call, Ended, Part, Ping, Reading, Text, Thought
 from .pipeline import Pipeline
@@ -113,8 +114,7 @@ class Answer:
     @property
     def time_limit(self) -> float | None:
         """Seconds that this request may take; None for any."""
-        limits = [s for s in (self.asked.timeout, self.server.limits.timeout_s) if s]
-        return min(limits, default=None)
+        return time_limit(self.server, self.asked.timeout)
 
     @property
     def tokenizer(self) -> Any:
@@ -348,9 +348,7 @@ class Answer:
         self._fail(ClientGone("The client hung up."))
 
     def _late(self, seconds: float) -> None:
-        self._fail(
-            RequestTimeout(f"The request was not answered within {seconds:g} s.", "Raise its timeout, or ask for less.")
-        )
+        self._fail(late(seconds))
 
     # silence
 

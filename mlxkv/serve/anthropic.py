@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Annotated, Any
 
@@ -14,7 +13,8 @@ from .answer import Answer
 from .anthropic_errors import anthropic_error
 from .anthropic_events import PING, Event, Events, folded
 from .anthropic_schema import CountRequest, MessagesRequest
-from .asking import counted
+from .asking import count_prompt
+from .attended import attended, time_limit
 from .errors import error_of
 from .parts import Part
 from .server import Serving
@@ -58,11 +58,11 @@ async def messages(server: Serving, body: MessagesRequest, request: Request) -> 
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(server: Serving, body: CountRequest) -> dict[str, Any]:
+async def count_tokens(server: Serving, body: CountRequest, request: Request) -> dict[str, Any]:
     """How many tokens a prompt has, also where the model's context has no room for it."""
     asked = body.to_asked(server)
-    async with server.lease(asked.model) as engine:
-        return {"input_tokens": await asyncio.to_thread(counted, engine, asked)}
+    count = await attended(request, time_limit(server, asked.timeout), count_prompt(server, asked))
+    return {"input_tokens": count}
 
 
 class MessagePrinter:

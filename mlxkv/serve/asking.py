@@ -3,6 +3,7 @@ that need the model but not its turn."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from .pipeline.reasoning import template_kwargs
 
 if TYPE_CHECKING:
     from ..decode.engine import Engine
+    from .server import Server
 
 
 def prepared(engine: Engine, asked: Asked, name: str = "") -> Request:
@@ -57,6 +59,12 @@ def counted(engine: Engine, asked: Asked) -> int:
         return engine.prepare(request, fits=False).prompt_tokens
     except RequestError as error:
         raise _named(error, asked) from None
+
+
+async def count_prompt(server: Server, asked: Asked) -> int:
+    """``counted`` by the model that was named."""
+    async with server.lease(asked.model) as engine:
+        return await asyncio.to_thread(counted, engine, asked)
 
 
 def _template_kwargs(asked: Asked) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from ..decode.spelling import Spelling
 from .answer import Answer, Tokens
+from .attended import attended, time_limit
 from .completions_logprobs import Lists, joined, nothing, of_prompt
 from .completions_schema import CompletionRequest
 from .errors import error_of
@@ -27,8 +29,11 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(server: Serving, body: CompletionRequest, request: Request) -> Response:
     """What goes on from each prompt, whole or as a stream of server-sent events."""
-    prompts = await _scorable(server, body)
+    began, limit = time.monotonic(), time_limit(server, body.checked_timeout())
+    prompts = await attended(request, limit, _scorable(server, body))
     asked = body.to_asked(server, prompts)
+    if body.scored and limit is not None:  # some of its time has gone
+        asked = [replace(each, timeout=max(0.001, limit - (time.monotonic() - began))) for each in asked]
     if len(asked) > 1:
         answer = await Several.begin(server, asked, request)
     else:

@@ -102,12 +102,25 @@ def install(app: FastAPI, on_device_error: Callable[[DeviceError], None] | None,
             allowed = (error.headers or {}).get("Allow", "another method")
             text = f"{_shown(request.url.path)} takes {allowed}, not {request.method}."
             body = error_object(text, "invalid_request_error", None, "method_not_allowed")
+        elif error.status_code == 400 and error.__cause__ is not None:  # FastAPI could not read the body
+            body = error_object(_unreadable(error.__cause__), "invalid_request_error")
         return refusal(request.url.path, body, error.status_code, error.headers)
 
     app.add_exception_handler(MlxkvError, refused)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_middleware(Unforeseen)
+
+
+def _unreadable(why: BaseException) -> str:
+    """What is wrong with a body that Python's JSON reader gave up."""
+    if isinstance(why, RecursionError):
+        return "The body is no JSON that can be read: it is nested too deeply."
+    if isinstance(why, UnicodeDecodeError):
+        return f"The body is no JSON: it is not {why.encoding.upper()} at byte {why.start}."
+    if isinstance(why, ValueError) and "digits" in str(why):
+        return "The body is no JSON that can be read: a whole number in it has thousands of digits."
+    return "The body cannot be read. Send a JSON object in UTF-8."
 
 
 def _nothing_there(path: str, known: Collection[str]) -> str:

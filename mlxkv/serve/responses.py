@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,8 @@ from ..decode.spelling import Spelling
 from ..errors import RequestError
 from . import responses_input
 from .answer import Answer
-from .asking import counted
+from .asking import count_prompt
+from .attended import attended, time_limit
 from .errors import error_of
 from .parts import Asked, Ended, Part
 from .reports import extension, logprobs_object
@@ -55,8 +55,7 @@ async def input_tokens(server: Serving, body: ResponsesRequest, request: Request
     """How many tokens the same body would be read as, also where the model's context has no room for them."""
     messages, _, _ = _conversation(body, responses_of(request))
     asked = body.to_asked(server, messages)
-    async with server.lease(body.model) as engine:
-        count = await asyncio.to_thread(counted, engine, asked)
+    count = await attended(request, time_limit(server, asked.timeout), count_prompt(server, asked))
     return {"object": "response.input_tokens", "input_tokens": count}
 
 

@@ -14,6 +14,7 @@ from starlette.requests import Request as Http
 from ..errors import QueueFull
 from .answer import AGAIN, Answer
 from .asking import prepared
+from .attended import attended, time_limit
 from .parts import Asked, Part, Ping
 
 if TYPE_CHECKING:
@@ -48,8 +49,15 @@ class Several:
     async def begin(cls, server: Server, asked: Sequence[Asked], http: Http) -> Several:
         """Check all, and queue the first. Raises what refuses the request."""
         began = time.monotonic()
-        async with server.lease(asked[0].model) as engine:
-            ready = [replace(a, request=await asyncio.to_thread(prepared, engine, a)) for a in asked]
+
+        async def prepare() -> list[Asked]:
+            async with server.lease(asked[0].model) as engine:
+                return [replace(a, request=await asyncio.to_thread(prepared, engine, a)) for a in asked]
+
+        limit = time_limit(server, asked[0].timeout)
+        ready = await attended(http, limit, prepare())
+        if limit is not None:
+            ready = [replace(a, timeout=max(0.001, limit - (time.monotonic() - began))) for a in ready]
         first = await Answer.begin(server, ready[0], http)
         made = cls(server, ready, http, first)
         made._began = began

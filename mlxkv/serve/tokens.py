@@ -6,11 +6,13 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter
+from fastapi import Request as Http
 
 from ..decode.request import Request
 from ..decode.spelling import Spelling
 from ..errors import RequestError
 from ..messages import check_text, normalise
+from .attended import attended, time_limit
 from .completions_logprobs import spelled
 from .fields import Body, template_kwargs
 from .server import Server, Serving
@@ -74,31 +76,39 @@ class DetokenizeRequest(Body):
 
 
 @router.post("/tokenize")
-async def tokenize(server: Serving, body: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(server: Serving, body: TokenizeRequest, http: Http) -> dict[str, Any]:
     """Token ids, how many, and how many the model's context holds."""
     request = body.to_request()
     text = check_text(body.prompt or "", "prompt")
-    async with server.lease(_model(server, body.model)) as engine:
 
-        def work() -> dict[str, Any]:
-            if request is None:
-                ids = engine.tokenize(text, body.add_special_tokens is not False)
-            else:
-                ids = list(engine.prepare(request, fits=False).token_ids)
-            made: dict[str, Any] = {"count": len(ids), "max_model_len": engine.info.context_length, "tokens": ids}
-            if body.return_token_strs:
-                spelling = Spelling(engine.tokenizer)
-                made["token_strs"] = [spelled(spelling(id)) for id in ids]
-            return made
+    async def ask() -> dict[str, Any]:
+        async with server.lease(_model(server, body.model)) as engine:
 
-        return await asyncio.to_thread(work)
+            def work() -> dict[str, Any]:
+                if request is None:
+                    ids = engine.tokenize(text, body.add_special_tokens is not False)
+                else:
+                    ids = list(engine.prepare(request, fits=False).token_ids)
+                made: dict[str, Any] = {"count": len(ids), "max_model_len": engine.info.context_length, "tokens": ids}
+                if body.return_token_strs:
+                    spelling = Spelling(engine.tokenizer)
+                    made["token_strs"] = [spelled(spelling(id)) for id in ids]
+                return made
+
+            return await asyncio.to_thread(work)
+
+    return await attended(http, time_limit(server, None), ask())
 
 
 @router.post("/detokenize")
-async def detokenize(server: Serving, body: DetokenizeRequest) -> dict[str, Any]:
+async def detokenize(server: Serving, body: DetokenizeRequest, http: Http) -> dict[str, Any]:
     """The exact text of token ids."""
-    async with server.lease(_model(server, body.model)) as engine:
-        return {"prompt": await asyncio.to_thread(engine.detokenize, body.tokens)}
+
+    async def ask() -> dict[str, Any]:
+        async with server.lease(_model(server, body.model)) as engine:
+            return {"prompt": await asyncio.to_thread(engine.detokenize, body.tokens)}
+
+    return await attended(http, time_limit(server, None), ask())
 
 
 def _model(server: Server, name: str | None) -> str:

@@ -159,7 +159,7 @@ def test_a_server_that_tells_little(server):
     [
         (400, {"error": {"message": "top_p is 3.", "code": "invalid_value"}}, RequestError, "top_p is 3."),
         (400, {"error": {"message": "Too long.", "code": "context_length_exceeded"}}, RequestError, "Too long."),
-        (401, {"error": {"message": "No key."}}, ConfigError, "No key."),
+        (401, {"error": {"message": "No key."}}, ConfigError, "No key. Give its key in MLXKV_API_KEY"),
         (401, "", ConfigError, "--api-key"),
         (404, {"error": {"message": "No such.", "code": "model_not_found"}}, ModelError, "No such."),
         (404, "<html>", ServerError, "no chat API"),

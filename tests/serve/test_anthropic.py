@@ -92,11 +92,11 @@ def test_fields_that_choose_tokens_are_honoured(claude):
 
 
 def test_the_answer_goes_on_from_its_beginning(claude):
-    user = {"role": "user", "content": "Go on, and on."}  # nobody else asks it: the store knows no answer's own ids
-    whole = claude.messages.create(**BODY | {"messages": [user]}).content[0].text
+    whole = claude.messages.create(**BODY).content[0].text
     start = whole[: len(whole) // 2].rstrip()
-    begun = [user, {"role": "assistant", "content": start}]
-    found = claude.messages.create(**BODY | {"messages": begun, "max_tokens": 4})
+    begun = [USER, {"role": "assistant", "content": start}]
+    # of its own salt, since an answer that is remembered stands as the ids that were sampled, which may be fewer
+    found = claude.messages.create(**BODY | {"messages": begun, "max_tokens": 4}, extra_body={"cache_salt": "begun"})
     count = claude.messages.count_tokens(model="llama", messages=begun).input_tokens
     assert count == found.usage.input_tokens + found.usage.cache_read_input_tokens
     assert count > claude.messages.count_tokens(model="llama", messages=[USER]).input_tokens

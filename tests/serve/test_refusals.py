@@ -176,3 +176,18 @@ def test_a_closed_engine_tells_the_truth(tiny_model, http):
             body = {"model": "llama", "messages": [USER], "stream": stream}
             answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
             assert refused(answer, 503)["code"] == "engine_closed" and answer.headers["retry-after"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"[" * 50_000, "nested too deeply"),
+        (b'{"model": "\xff"}', "UTF-8 at byte 11"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "thousands of digits"),
+    ],
+    ids=["deep", "bytes", "digits"],
+)
+def test_a_body_that_cannot_be_read_says_why(http, path, body, why):
+    answer = http.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and why in answer.json()["error"]["message"]
