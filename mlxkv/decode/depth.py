@@ -29,6 +29,8 @@ BATCH = 1.06
 PARK, PARKED = 4, 256
 #: plain steps until it is asked again whether a try can be paid, at most
 ASK = 64
+#: of the plain steps of a parked sequence one in so many is measured
+MEASURED = 8
 #: plain steps until a drafter that had nothing to propose is asked again, at first and at most
 QUIET, QUIETEST = 1, 16
 #: cycles until plain steps are timed again, at first and at most, and how many of them there are then
@@ -404,6 +406,19 @@ class Depth:
         self._pay(-EARNED)
         course.wait, course.steps = max(0, course.wait - 1), max(0, course.steps - 1)
         course.silent = max(0, course.silent - 1)
+
+    def rests(self, row: History) -> bool:
+        """A plain step is made of a sequence by itself that is parked, and need not be measured: it is only counted.
+        Now and then one is measured all the same."""
+        course = row.course
+        if self.fixed is not None or self._rehearsal is not None or self._cycles or course.k or course.steps:
+            return False
+        if course.wait % MEASURED == 0:
+            return False
+        course.wait -= 1
+        course.silent = max(0, course.silent - 1)
+        self._pay(-EARNED)
+        return True
 
     def nothing(self, rows: Sequence[History]) -> None:
         """The drafter had nothing to propose."""

@@ -203,6 +203,8 @@ class Group:
         """Read the tokens in flight and submit the next step, or where nothing is in flight make a ``cycle``; who
         ended. Their states stood at committed − 1 when they were stored: a last token is not processed. Raises what a
         forward or a barrier raises: all rows failed then."""
+        if self._speculation is None or self._speculation.rests(self.rows):
+            return self._plain()
         drafts = self._drafts() if cycle else 0
         if drafts and self._sampled is not None:
             return self.settle()  # what is drafted hangs on the tokens that are in flight
@@ -210,8 +212,6 @@ class Group:
             ended = self._cycle(drafts)
             if ended is not None:
                 return ended
-        if self._speculation is None:
-            return self._plain()
         rows, whole, started = dict(self.rows), self._sampled is not None, time.perf_counter()
         ended = self._plain()
         # a first one only submits, a last one only reads: neither is a measure

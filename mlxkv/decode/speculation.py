@@ -119,6 +119,14 @@ class Speculation:
         made = [proposal.made(slot) for slot in rows]
         self.depth.cycled(self._histories(rows), k, [kept[slot] for slot in rows], seconds, made)
 
+    def rests(self, rows: Mapping[int, Drafted]) -> bool:
+        """Whether a plain step of these rows is made next that nobody need measure; it has been counted then."""
+        history = next(iter(rows.values())).history if len(rows) == 1 else None
+        if history is None or not self.depth.rests(history):
+            return False
+        self.last = 0
+        return True
+
     def stepped(self, rows: Mapping[int, Drafted], seconds: float) -> None:
         self.last = 0
         self.depth.stepped(self._histories(rows), seconds)
