@@ -47,8 +47,8 @@ LEAST = 1.05
 REHEARSED = 2
 #: what a cycle counts for against the next one: of a sequence, and of the engine
 FADE, FADE_ENGINE = 0.96, 0.99
-#: of the first drafts of earlier sequences, so few were accepted that the next one's hardly will be
-HOPELESS = 0.2
+#: of the first drafts of earlier sequences, more than so many, so few were accepted that the next one's hardly will be
+TRIED, HOPELESS = 2.5, 0.2
 #: before anything was seen: how often a draft is taken to be accepted, and how many drafts that counts for
 GUESS, WEIGHT = 0.6, 1.0
 #: what earlier sequences did counts for as many drafts as a guess does, and for so many more once SEEN were seen
@@ -126,9 +126,11 @@ class History:
 
     def __init__(self, engine: Accepted) -> None:
         self.accepted, self.engine = Accepted(FADE), engine
-        # where earlier ones had nothing accepted, the second try waits longer
-        self.hopeless = engine.seen(0) > 8 and engine.rate(0, GUESS) < HOPELESS
+        # where earlier ones had nothing accepted, the first try waits, for the head has to read the prompt for it, and
+        # the second one waits longer
+        self.hopeless = engine.seen(0) > TRIED and engine.rate(0, GUESS) < HOPELESS
         self.course = Course(8 * PARK if self.hopeless else PARK)
+        self.course.wait = self.course.park if self.hopeless else 0
 
     def rates(self, k: int) -> list[float]:
         """How likely each of ``k`` drafts is accepted if those before are: what this sequence has shown, and besides

@@ -159,7 +159,7 @@ def useless(pairs: int, step: int) -> Result:
                     lambda prompt, _: decoded(plain, prompt, logit_bias=bias),
                     lambda prompt, _: decoded(drafting, prompt, logit_bias=bias),
                 ]
-                values = all_tps(sides, asked[:6], number)
+                values = all_tps(sides, asked[:12], number)
                 seen.append(drafting.status())
                 return values
 
