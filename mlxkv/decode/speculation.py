@@ -86,8 +86,7 @@ class Speculation:
         """The first tokens of these rows were submitted. Whether something is to be evaluated behind them."""
         if self.depth.hopeless(self._histories(rows)):
             return False
-        asked = {slot: Asked(row.sequence, Trial(row.sequence.sampler)) for slot, row in rows.items()}
-        self.drafter.begin(Round(asked, run.slots, run.heads))
+        self.drafter.begin(run.heads, list(rows))
         return True
 
     def propose(self, rows: Mapping[int, Drafted], run: Drafts, k: int) -> Proposal | None:

@@ -46,7 +46,7 @@ class Scripted:
     def learn(self, texts: Iterable[list[int]]) -> None:
         self.texts += [list(text) for text in texts]
 
-    def begin(self, round):
+    def begin(self, heads, slots):
         """Nothing to be read ahead."""
 
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:

@@ -254,10 +254,9 @@ class BatchHead(Form):
         """m of the roots, after each head made what rows it lacks before."""
         hidden: list[mx.array | None] = [None] * len(self.heads)
         root = [0] * len(self.heads)
+        self.prepare(list(roots))
         for slot in roots:
-            self.feed(slot)
             head = self._head(slot)
-            head.catch_up()
             hidden[slot], root[slot] = head.hidden[0], roots[slot]
             self.rows.made[slot] = head.seen - 1  # where drafts were void, the root has its row already
         self._drop()

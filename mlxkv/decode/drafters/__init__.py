@@ -102,9 +102,9 @@ class Drafter(Protocol):
 
     name: ClassVar[DrafterName]
 
-    def begin(self, round: Round) -> None:
-        """The first tokens of these rows are in flight, and drafts may be asked for next: what can be read already is
-        read meanwhile, lazily."""
+    def begin(self, heads: Heads | None, slots: Sequence[int]) -> None:
+        """The first tokens of the rows in these slots are in flight, and drafts may be asked for next: what can be read
+        already is read meanwhile, lazily."""
         ...
 
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:

@@ -8,7 +8,7 @@ every kind, without a journal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from ...errors import ConfigError, MlxkvError
 from ...models import Loaded, load
 from ..memory import Memory, live_bytes
 from ..reservation import OPEN_END, lookahead, reserve
-from . import Asked, Drafted, DrafterName, Round
+from . import Asked, Drafted, DrafterName, Heads, Round
 
 #: tokens that may be missing when drafts are wanted: the first draft's own forward reads them
 NEAR = 16
@@ -56,7 +56,7 @@ class DraftModel:
         """Bytes of its caches for a sequence with room for ``rows`` rows."""
         return live_bytes(self.layout, rows, CHUNK)
 
-    def begin(self, round: Round) -> None:
+    def begin(self, heads: Heads | None, slots: Sequence[int]) -> None:
         """Nothing: ``ready`` reads."""
 
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:

@@ -7,12 +7,12 @@ all of it, and the forward that verifies it, is one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import mlx.core as mx
 
-from . import Asked, Drafted, DrafterName, Round
+from . import Asked, Drafted, DrafterName, Heads, Round
 
 
 class MTP:
@@ -26,10 +26,10 @@ class MTP:
     def __init__(self, logits: Callable[[mx.array, int], mx.array]) -> None:
         self._logits = logits
 
-    def begin(self, round: Round) -> None:
+    def begin(self, heads: Heads | None, slots: Sequence[int]) -> None:
         """The head reads the prompt, as far as it was not stored."""
-        if round.heads is not None:
-            round.heads.prepare(list(round.rows))
+        if heads is not None:
+            heads.prepare(slots)
 
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:
         """Always: what waits for the head is bounded, and read by the first draft's own forward."""

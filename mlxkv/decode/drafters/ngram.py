@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from . import Asked, Drafted, DrafterName, Round
+from . import Asked, Drafted, DrafterName, Heads, Round
 
 #: tokens that must agree, at least and at most
 MIN_N, MAX_N = 2, 8
@@ -86,7 +86,7 @@ class NGram:
         self._runs = min_n, max_n
         self._known: dict[Drafted, Index] = {}
 
-    def begin(self, round: Round) -> None:
+    def begin(self, heads: Heads | None, slots: Sequence[int]) -> None:
         """Nothing: ``ready`` reads."""
 
     def ready(self, rows: Mapping[int, Asked], budget: int) -> bool:
