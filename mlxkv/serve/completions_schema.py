@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from ..decode.request import Request
 from ..errors import RequestError
 from ..messages import check_text
-from .fields import SamplingFields, limit
+from .fields import limit
 from .parts import Asked, Reasoning
 from .server import Server
-from .structured import asked_grammar
+from .structured import FormFields
 
 #: tokens of an answer whose length was left open, as OpenAI's API has it: a base model does not end by itself
 DEFAULT_TOKENS = 16
@@ -21,7 +21,7 @@ MAX_LOGPROBS = 5
 MAX_N, MAX_CHOICES = 16, 256
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(FormFields):
     """``prompt``: a text, a list of texts, a list of token ids, or a list of such lists. ``best_of``: no more than
     ``n``, as nothing here ranks answers. ``max_tokens`` may be 0 with ``echo``: then the prompt alone comes back."""
 
@@ -34,12 +34,6 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
 
     @property
     def scored(self) -> bool:
@@ -65,8 +59,7 @@ class CompletionRequest(SamplingFields):
             logprobs=self.logprobs is not None,
             top_logprobs=self.logprobs or 0,
         )
-        guided = {name: getattr(self, name) for name in type(self).model_fields if name.startswith("guided_")}
-        grammar, grammar_field = asked_grammar(self.response_format, self.structured_outputs, guided)
+        grammar, grammar_field = self.grammar()
         request = Request(
             tokens=[0],
             sampling=sampling,

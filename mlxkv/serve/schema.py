@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 from ..decode.request import MAX_TOP_LOGPROBS, Request
 from ..errors import RequestError
 from ..messages import normalise
-from .fields import SamplingFields, StreamOptions, Strict, limit, template_kwargs
+from .fields import StreamOptions, Strict, limit, template_kwargs
 from .parts import Asked, Reasoning
 from .server import Server
-from .structured import asked_grammar
+from .structured import FormFields
 from .tools_schema import asked_tools, template_tools
 
 #: choices of one request
@@ -36,7 +36,7 @@ class ChatStreamOptions(StreamOptions):
     include_progress: bool | None = None
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(FormFields):
     """``POST /v1/chat/completions``. What is left out is taken from the server's settings.
 
     Not OpenAI's: ``thinking_budget`` and ``enable_thinking`` (Qwen's), ``reasoning`` (OpenRouter's),
@@ -64,12 +64,6 @@ class ChatRequest(SamplingFields):
     n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -94,7 +88,7 @@ class ChatRequest(SamplingFields):
         if not 1 <= n <= MAX_N:
             raise RequestError(f"n is {n}.", f"It must be a whole number from 1 to {MAX_N}.", param="n")
         tools = asked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
-        grammar, grammar_field = self._grammar()
+        grammar, grammar_field = self.grammar()
         reasoning, effort = self._reasoning()
         kwargs = template_kwargs(self.chat_template_kwargs, effort, _EFFORT)
         request = Request(
@@ -117,12 +111,6 @@ class ChatRequest(SamplingFields):
             stream=bool(self.stream),
             timeout=self.checked_timeout(),
             names={"grammar": grammar_field, "continue_final": "continue_final_message"},
-        )
-
-    def _grammar(self) -> Any:
-        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-        return asked_grammar(
-            self.response_format, self.structured_outputs, {name: getattr(self, name) for name in names}
         )
 
     def _limits(self) -> dict[str, Any]:

@@ -10,12 +10,28 @@ from typing import Any
 from ..decode.request import Grammar
 from ..errors import RequestError
 from ..messages import check_text
-from .fields import format_grammar
+from .fields import SamplingFields, format_grammar
 
 #: choices of one request
 MOST = 1000
 #: how each kind is spelt in ``structured_outputs``, and alone
 _GUIDED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
+
+
+class FormFields(SamplingFields):
+    """Fields of a generating route that say what an answer must match; one of them may be given."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def grammar(self) -> tuple[Grammar | None, str]:
+        """The grammar that is asked for, and the name of the field that does. Raises RequestError."""
+        guided = {name: getattr(self, name) for name in _GUIDED.values()}
+        return asked_grammar(self.response_format, self.structured_outputs, guided)
 
 
 def asked_grammar(
