@@ -16,6 +16,8 @@ import glob
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -35,6 +37,10 @@ _PLACES = (
     "/usr/lib64/libopenblas.so.0",
     "/usr/lib/libopenblas.so*",
 )
+#: how long OpenBLAS's threads spin for more work, as a power of two in clock cycles: some 0.1 ms. By its own default of
+#: about 0.1 s they take a core of the steps after a prompt or a cycle (0.90 to 0.95 of their speed on two cores), and
+#: prompts are read no faster for it.
+_SPIN = {"OPENBLAS_THREAD_TIMEOUT": "18"}
 _FOREIGN = ("openblas_get_config", "mkl_get_version", "bli_info_get_version_str", "nvpl_blas_get_version")
 
 
@@ -170,7 +176,8 @@ def _load(path: str) -> str:
     """Put a BLAS into the global symbol scope; gives back its name and version. Raises ConfigError."""
     cure = "MLXKV_BLAS must be auto, none or the path of a BLAS library that loads."
     try:
-        library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
+        with _environment(_SPIN):  # read once, by the first one that loads it
+            library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
         if not hasattr(library, "cblas_sgemm"):
             raise ConfigError(f"{path} has no cblas_sgemm, so it is no BLAS that MLX can use.", cure)
         if "USE64BITINT" in _openblas_config(library):
@@ -181,6 +188,18 @@ def _load(path: str) -> str:
     if "cmeel.prefix" in path and "OPENBLAS_NUM_THREADS" not in os.environ:
         library.openblas_set_num_threads(1)  # this build's threads spin against each other on a busy machine
     return _name(library) or os.path.basename(path)
+
+
+@contextmanager
+def _environment(wanted: dict[str, str]) -> Iterator[None]:
+    """What the user has set stays; children are not told."""
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 def _in_global_scope() -> str:

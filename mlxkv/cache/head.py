@@ -27,6 +27,8 @@ Run = Callable[..., mx.array]
 HEAD_BEHIND = 512
 #: steps after which what they left is joined into one array: few arrays are evaluated again and again
 _JOIN = 32
+#: forwards that may be under way at a time
+_RECENT = 4
 #: rows that the first draft's own forward makes; of more, all but the last are made without an output
 _TOGETHER = 8
 
@@ -128,6 +130,12 @@ class HeadCache(OwnCache):
             self.kv.trim(self.kv.offset - self.seen)
 
     # what is held
+
+    def recent(self) -> list[mx.array]:
+        """Of what waits for the head, what may not be evaluated yet: what was joined, and what the last forwards left.
+        A token is evaluated with the hidden state that came of it."""
+        last = max(1, len(self.hidden) - _RECENT)
+        return [*self.tokens[:1], *self.hidden[:1], *self.hidden[last:]]
 
     def hidden_at(self, position: int) -> mx.array | None:
         """The body's hidden state [1, 1, H] at ``position``, while it is still held."""
@@ -238,7 +246,7 @@ class HeadHidden(_HeadMember):
         return {} if hidden is None else {"hidden": hidden}
 
     def live(self) -> list[mx.array]:
-        return [*self.cache.tokens, *self.cache.hidden]
+        return self.cache.recent()
 
     def hold(self) -> Any:
         return self.cache.seen, self.cache.start, self.cache.tokens, self.cache.hidden
