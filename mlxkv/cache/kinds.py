@@ -270,6 +270,8 @@ class Chunked(_Rows):
     def resume(self, arrays: Arrays, position: int) -> None:
         first = self._first(position)
         keys, values = (arrays["keys"], arrays["values"]) if first < position else (None, None)
+        if keys is not None and keys.shape[2] != position - first:
+            raise PositionError(f"Member {self.label} needs rows [{first}, {position}), not {keys.shape[2]} rows.")
         self.cache.state = (keys, values, position, self.cache.chunk_size, first)
 
 
