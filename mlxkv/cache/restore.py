@@ -84,7 +84,7 @@ class Restorer:
         """About how many bytes a plan reads."""
         near = 2 * self.space.block  # a window's first and last records are read whole
         return sum(
-            t.nbytes(plan.position if m.window is None else min(plan.position, m.keep + m.window + near))
+            t.nbytes(sum(b - a for a, b in m.needs(plan.position)) + (near if m.record == "window" else 0))
             for m in self.layout.members
             for t in m.stored
         )
@@ -272,7 +272,7 @@ class Restorer:
                 for a, b in _needed(member, piece, position):
                     parts.setdefault(i, []).extend(_Part(t.name, a, b, at) for t in member.tensors)
                     at += b - a
-            if at != min(position, (member.window or 0) + member.keep):
+            if at != sum(b - a for a, b in member.needs(position)):
                 raise PositionError(f"Window of member {member.path} is incomplete at {position}.")
             self._unmade += [_Unmade(self._windows, t.name, t.sized(at), t.dtype) for t in member.tensors]
         return [partial(self._read_window, plan.pieces[i], parts[i], self._windows) for i in sorted(parts)]
