@@ -98,7 +98,7 @@ def test_the_check_when_an_engine_is_opened(widths, c4, c128, refused):
     assert f"{max(widths) - 1} drafts" in e.value.message
     assert f"{ring} rows" in e.value.message and f"ratio {refused} " in e.value.message
     assert f"{most} at most" in e.value.message
-    assert f"--draft-depth {most} " in e.value.cure and f"a ring of {better} rows" in e.value.cure
+    assert f"--draft-depth {most} " in e.value.cure and f"a ring of {better} rows." in e.value.cure
 
 
 def test_rings_without_spare_rows_serve_plain_steps_only():
@@ -106,3 +106,8 @@ def test_rings_without_spare_rows_serve_plain_steps_only():
     with pytest.raises(ConfigError, match="0 at most") as e:
         check_rings([C4_PLAIN, C128_PLAIN], [2])
     assert "--draft off" in e.value.cure and "--ring-spare 1 " in e.value.cure
+
+
+def test_advice_thinks_of_other_layers():
+    with pytest.raises(ConfigError, match="serves 9 at most.*--draft-depth 3 or less.*a ring of 20 rows"):
+        check_rings([C4, C128], [11], others=3)
