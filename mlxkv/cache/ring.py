@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache
 
 from .. import numerics
+from .compressed import CompressedCache
 from .kinds import Window
 from .member import Arrays, Member, OwnCache, PositionError
 
@@ -415,6 +416,8 @@ def with_rings(caches: list[Any], spare: int) -> list[Any]:
             return CacheList(*(ring(inner) for inner in cache.caches))
         if type(cache) is RotatingKVCache and spare:
             return RingKVCache(cache.max_size, cache.keep, spare)
+        if isinstance(cache, CompressedCache):
+            return cache.with_spare(spare)
         return cache
 
     return [ring(cache) for cache in caches]
