@@ -53,7 +53,9 @@ class ModelArgs(v41.ModelArgs):
         if self.layer_types is not None and not self.compress_ratios:
             rates = {**_LAYER_TYPES, **(self.compress_rates or {})}
             if rates["compressed_sparse_attention"] != OVERLAPPING:
-                self._refuse("compress_rates", self.compress_rates, f"overlapping windows have a ratio of {OVERLAPPING}")
+                self._refuse(
+                    "compress_rates", self.compress_rates, f"overlapping windows have a ratio of {OVERLAPPING}"
+                )
             self.compress_ratios = tuple(rates.get(kind, -1) for kind in self.layer_types)
         # one more ratio may stand there, that of the prediction head
         ratios = tuple(int(ratio) for ratio in self.compress_ratios[:n])
