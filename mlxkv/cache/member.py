@@ -81,6 +81,10 @@ class Member(ABC):
         """Rows [a, b) as lazy slices, in order of position. Raises PositionError for rows that are not held."""
         raise NotImplementedError(self.kind)
 
+    def per(self) -> int:
+        """Tokens a row: of tokens [a, b) there are rows [a // per, b // per)."""
+        return 1
+
     def window(self) -> int | None:
         """How many of the last rows must survive to resume; None for all."""
         return None
