@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import mlx.core as mx
 from mlx_lm.models.rope_utils import YarnRoPE
 
@@ -14,9 +17,10 @@ class Rotary:
 
     def __init__(self, args: ModelArgs, compressed: bool) -> None:
         self.dims = args.qk_rope_head_dim
+        made: Any = YarnRoPE  # its annotations are narrower than what it takes
         if compressed:
             yarn = args.yarn
-            self.rope = YarnRoPE(
+            self.rope = made(
                 dims=self.dims,
                 traditional=True,
                 base=args.compress_rope_theta,
@@ -30,15 +34,12 @@ class Rotary:
                 mscale_all_dim=0.0,
             )
         else:
-            self.rope = YarnRoPE(dims=self.dims, traditional=True, base=args.rope_theta)
+            self.rope = made(dims=self.dims, traditional=True, base=args.rope_theta)
 
     def run(self, x: mx.array, offset: int | mx.array, inverse: bool = False) -> mx.array:
         """x [B, S, D] or [B, S, H, D] of positions offset … offset + S − 1; ``offset``: a number, or [B]."""
-        tail = x[..., -self.dims :].astype(mx.float32)
-        if x.ndim == 4:
-            tail = self.rope(tail.swapaxes(1, 2), offset=offset, inverse=inverse).swapaxes(1, 2)
-        else:
-            tail = self.rope(tail, offset=offset, inverse=inverse)
+        tail, turn = x[..., -self.dims :].astype(mx.float32), partial(self.rope, offset=offset, inverse=inverse)
+        tail = turn(tail.swapaxes(1, 2)).swapaxes(1, 2) if x.ndim == 4 else turn(tail)
         return mx.concatenate([x[..., : -self.dims], tail.astype(x.dtype)], axis=-1)
 
     def at(self, x: mx.array, positions: mx.array) -> mx.array:
