@@ -21,17 +21,20 @@ _STEP = 256
 
 @dataclass(frozen=True)
 class Seen:
-    """What queries see: ``rows`` [1, K, d], and by query the ``index`` [1, S, window] into them, oldest first, of which
-    ``mask`` [1, S, window] says whether there is such a token. Where there is none, ``index`` names the query's own
-    row, so that no row is read that nobody wrote."""
+    """What queries see: ``rows`` [B, K, d], and by query the ``index`` [B, S, window] into them, oldest first, of which
+    ``mask`` [B, S, window] says whether there is such a token. Where there is none, ``index`` names the query's own
+    row, so that no row is read that nobody wrote. B: 1, or the slots of a batch, whose rows stand at positions of their
+    own."""
 
     rows: mx.array
     index: mx.array
     mask: mx.array
 
 
-#: pool(windows [1, n, window, width], first position of each group [n], which rows there are [n, window]) -> [1, n, d].
-#: Rows that there are not are zero.
+#: pool(windows [B, n, window, width], first position of each group [B, n], which rows there are [B, n, window]) ->
+#: [B, n, d]. Rows that there are not are zero. The groups of a row follow each other: RoPE may be given
+#: first[:, 0] // ratio as its offset and ``ratio`` as its scale. In a batch, whose shapes are fixed, groups that do not
+#: close yet are among them; nobody reads what comes of those.
 Pool = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
@@ -87,7 +90,7 @@ class Compressing:
             there = positions >= 0
             index = self.ring.at(mx.where(there, positions, ends[:, None] - 1))
             windows = mx.where(there[None, ..., None], self.ring.joined(rows)[:, index], 0)
-            made = pool(windows, ends - self.ratio, there)
+            made = pool(windows, (ends - self.ratio)[None], there[None])
             self._grow(before + n, dim, dtype)
             assert self.buffer is not None
             self.buffer[:, 0, before : before + n] = made.astype(dtype)
@@ -133,7 +136,8 @@ class CompressedCache:
 
     @property
     def offset(self) -> int:
-        """Tokens seen, those of the forward under way too once ``update_window`` was called."""
+        """Tokens seen, those of the forward under way too once ``update_window`` was called. In a batch: [slots] int32,
+        as RoPE takes it too; ``offset[:, None] + arange(S)`` are positions then."""
         return self.raw.offset
 
     def update_window(self, kv: mx.array) -> Seen:
