@@ -17,11 +17,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
+from ..compressed import CompressedCache
 from ..head import HeadCache
 from ..kinds import members_of
 from ..layout import Layout, MemberSpec
 from ..member import Member
 from ..state import SequenceState
+from .compressed import BatchCompressed
 from .form import BatchError, Form, NoBatchForm, NotYet
 from .head import BatchHead
 from .journal import Journal, Journals
@@ -74,6 +76,8 @@ class Batch:
                 return CacheList(*(form(inner, (*path, i)) for i, inner in enumerate(cache.caches)))
             if kind is HeadCache and (head := specs.get((*path, 0))) is not None:
                 return BatchHead(self._place, head, self.slots, self.capacity)
+            if kind is CompressedCache and (mine := [s for s in live.members if s.path[:-1] == path]):
+                return BatchCompressed(self._place, cache, mine, self.slots, self.capacity, self.spare)
             if spec is not None and kind in GROWING:
                 return GROWING[kind](self._place, spec, self.slots, self.capacity)
             if spec is not None and kind in WINDOWS:
