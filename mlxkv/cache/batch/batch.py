@@ -258,6 +258,8 @@ class Batch:
     def advance(self) -> None:
         """Count the step that was built: every row stands one further."""
         kept = [int(slot in self._rows) for slot in range(self.slots)]
+        for form in self._leaves:
+            form.built(1)
         self._place.positions = [at + n for at, n in zip(self.positions, kept, strict=True)]
         for ring in self._rings.values():
             ring.advance(kept)
@@ -293,6 +295,8 @@ class Batch:
     def hold_open(self, width: int, journal: Journal | None) -> None:
         """Count the verify step that was built: every row stands ``width`` further, until ``commit``."""
         self.verified = Verified(width, list(self.positions), journal)
+        for form in self._leaves:
+            form.built(width)
         self._place.positions = [at + width * (s in self._rows) for s, at in enumerate(self.positions)]
 
     def open_step(self) -> Verified:

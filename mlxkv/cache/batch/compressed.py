@@ -80,8 +80,9 @@ class BatchCompressed(Form):
         for name, pending, entries in zip(solo.parts, rest[::2], rest[1::2], strict=True):
             geometry = Geometry.serving(solo.ratio, solo.overlap, spare + 1)
             self.parts[name] = Part(place, geometry, pending, entries, slots, capacity)
-        #: by slot, where the row joined: what it brought is all that is held of tokens before
-        self.joined = [0] * slots
+        #: by slot, where the row joined (what it brought is all that is held of tokens before), and how far any step
+        #: has written
+        self._joined, self._written = [0] * slots, [0] * slots
 
     # a step
 
@@ -127,6 +128,16 @@ class BatchCompressed(Form):
         for each, array in zip(self._rolling(), arrays, strict=True):
             each.array = array
 
+    def built(self, width: int) -> None:
+        both = zip(self._written, self.place.positions, strict=True)
+        self._written = [max(written, at + width) for written, at in both]
+
+    def hold(self) -> list[int]:
+        return self._written
+
+    def put_back(self, held: list[int]) -> None:
+        self._written = held
+
     # rows come and go
 
     def check(self, cache: CompressedCache, position: int) -> None:
@@ -147,14 +158,15 @@ class BatchCompressed(Form):
             held = mx.arange(position - part.geometry.pending(position), position) % part.geometry.window
             part.pending.put(slot, pending.arrays()["pending"][:, :, held], position)
             part.entries.put(slot, entries.rows(0, position)["entries"])
-        self.joined[slot] = position
+        self._joined[slot] = self._written[slot] = position
 
     def resize(self, slots: int, capacity: int, keep: dict[int, int], positions: dict[int, int]) -> None:
         for each in self._rolling():
             each.resize(slots, capacity, keep, positions)
-        joined, self.joined = self.joined, [0] * slots
+        joined, written = self._joined, self._written
+        self._joined, self._written = [0] * slots, [0] * slots
         for old, new in keep.items():
-            self.joined[new] = joined[old]
+            self._joined[new], self._written[new] = joined[old], written[old]
 
     def take(self, slot: int, cache: CompressedCache) -> None:
         position = self.place.positions[slot]
@@ -178,7 +190,7 @@ class BatchCompressed(Form):
         position = self.place.positions[slot]
         ring.rows, ring.offset = rolling.array[slot : slot + 1, 0], position
         # drafts that were not kept may stand where older rows did
-        ring.low = max(0, position + self.spare - rolling.size, ring.need(self.joined[slot]))
+        ring.low = max(0, self._written[slot] - rolling.size, ring.need(self._joined[slot]))
         return ring
 
 
