@@ -21,7 +21,6 @@ from .form import BatchError, Form
 from .place import Place, Seat
 from .rolling import Numbered, Rolling
 
-
 R = TypeVar("R", bound=PositionRing)
 
 
