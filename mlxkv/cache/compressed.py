@@ -24,8 +24,8 @@ from .member import Member, OwnCache, PositionError
 _STEP = 256
 
 #: pool(windows [B, n, window, width], first position of each group [B, n], which rows there are [B, n, window]) ->
-#: [B, n, d]. Rows that there are not are zero. In a batch, whose shapes are fixed, groups that do not close yet are among
-#: them: nobody reads what comes of those.
+#: [B, n, d]. Rows that there are not are zero. In a batch, whose shapes are fixed, groups that do not close yet are
+#: among them: nobody reads what comes of those.
 Pool = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
