@@ -29,7 +29,7 @@ def rows_of(name: str, a: int, b: int) -> np.ndarray:
 
 def whole(windows: mx.array, first: mx.array, there: mx.array) -> mx.array:
     """An entry is its window."""
-    assert windows.shape[1] == first.shape[0] == there.shape[0]
+    assert windows.shape[:2] == first.shape == there.shape[:2]
     return windows.reshape(1, windows.shape[1], -1)
 
 
