@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from ...errors import ConfigError
 from ..connectors import ConnectorError
+from .url import check_url
 
 T = TypeVar("T")
 
@@ -30,32 +30,10 @@ _NAMES, _PAGE = 5000, 1000
 _CONNECT, _SILENT = 2.0, 30.0
 _TICK = 0.05
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 
 
 class Stopped(Exception):
     """Nobody waits for it any more."""
-
-
-def check_url(url: str) -> str:
-    """The URL of a store, if it may be one. Raises ConfigError."""
-    example = "It looks like s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder."
-    try:
-        parts = urlsplit(url)
-    except ValueError as e:
-        raise ConfigError(f"The object store {url!r} is no URL: {e}.", example) from None
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(
-            "The object store's URL has credentials or parameters in it.",
-            "They belong in the environment: AWS_ACCESS_KEY_ID, GOOGLE_…, AZURE_…; see docs/object-store.md.",
-        )
-    if parts.scheme not in SCHEMES:
-        raise ConfigError(f"The object store {url!r} is of no kind that is known.", example)
-    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
-        raise ConfigError(f"The object store {url!r} names no folder.", "A folder is named from the root: file:///…")
-    if parts.scheme != "file" and not parts.netloc:
-        raise ConfigError(f"The object store {url!r} names no bucket.", example)
-    return url
 
 
 def open_store(url: str) -> Any:

@@ -184,12 +184,12 @@ class ObjectTier(Remote):
     def _plan(self, found: Found) -> Plan:
         """The longest plan that is not too much to download."""
         q = found.question
-        planner, limit = Planner(found, found.space, q.layout), q.limit
+        planner, limit, most = Planner(found, found.space, q.layout), q.limit, min(self._nbytes, q.most)
         found.parent(limit // found.block)
         while True:
             plan = planner.plan(list(q.tokens), limit)
             items = found.items(plan)
-            if plan.position <= q.common or sum(item.size for item in items) <= self._nbytes:
+            if plan.position <= q.common or sum(item.size for item in items) <= most:
                 return plan
             limit = plan.position - max(1, (plan.position - q.asked) // 4)
 
