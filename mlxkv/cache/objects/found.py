@@ -40,6 +40,8 @@ class Found:
         self._names, self._known = names, known
         self._packed = pack(question.tokens)
         self._kinds = frozenset(question.layout.row_kinds)
+        # where every member can stand, the windows that reach back from there are here
+        self._windows_here = question.common >= question.asked
         self._parents = [self.space.root]
         self._keys: dict[tuple[int, int], bytes] = {}
         self._places: dict[bytes, tuple[int, int]] = {}  # key -> (block, tokens)
@@ -112,7 +114,8 @@ class Found:
         state = frozenset(("state",) if ("state", 0) in objects else ())
         if here:
             if n == self.block:
-                cut, base, kinds = 0, None, self._kinds | state
+                kinds = state | {k for k in self._kinds if self._windows_here or k == "rows" or (k, 0) in objects}
+                cut, base = 0, None
             elif state:
                 cut, base, kinds = n, self.key(depth, self.block), state  # its rows are those of the block
             else:
@@ -137,18 +140,28 @@ class Found:
 
     def items(self, plan: Plan) -> list[Item]:
         """What has to be downloaded for a plan, in the order of the tokens; the state last."""
-        spans = {span for m in self.question.layout.members if m.record == "window" for span in m.needs(plan.position)}
+        spans = self.windows(plan.position)
         out: list[Item] = []
         for piece in plan.pieces:
-            if piece.end <= self.question.asked:
-                continue
-            kinds = ["rows"]
-            if any(piece.start < b and a < piece.end for a, b in spans):
-                kinds.append("window")
+            beyond = piece.end > self.question.asked
+            kinds = ["rows"] if beyond else []
+            if any(piece.start < b and a < piece.end for a, b in spans) and (beyond or not self._windows_here):
+                kinds = ["rows", "window"]  # one cut holds for both: rows that are here may have another
             out += [item for kind in kinds if (item := self._item(piece.entry, kind)) is not None]
         if plan.state is not None and (item := self._item(plan.state, "state")) is not None:
             out.append(item)
         return out
+
+    def windows(self, position: int) -> set[tuple[int, int]]:
+        """The spans that windowed members read to stand at a place."""
+        return {span for m in self.question.layout.members if m.record == "window" for span in m.needs(position)}
+
+    def reached_back(self, position: int) -> set[int]:
+        """The blocks before ``asked`` of which windows have to be downloaded to stand at a place."""
+        if self._windows_here:
+            return set()
+        spans = self.windows(position)
+        return {d for a, b in spans for d in range(a // self.block, -(-min(b, self.question.asked) // self.block))}
 
     def _item(self, entry: Entry, kind: str) -> Item | None:
         name = self._named.get(self._places.get(entry.key, (-1, -1)))

@@ -174,7 +174,7 @@ class ObjectTier(Remote):
             ask = [place for d in range(begin, last + 1) for place in found.leaves(d)]
             if q.layout.growing_only and depth * block < found.most == (depth + 1) * block:
                 ask.append((depth, block))  # the block that the prompt ends with, up to its last token
-            ask += [(d, block) for d in range(begin, min(last + 1, first))]
+            ask += [(d, block) for d in {*range(begin, min(last + 1, first)), *found.reached_back(begin * block)}]
             self._look(found, ask)
             plan = self._plan(found)
             if plan.position >= begin * block or begin <= low:
