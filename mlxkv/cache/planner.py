@@ -165,6 +165,10 @@ class Planner:
             at = base
         return None
 
+    def pieces(self, entry: Entry) -> list[Piece] | None:
+        """The records that hold the rows of an entry, first tokens first; None if one is missing."""
+        return self._pieces(entry, ())
+
     def complete(self, key: bytes) -> bool:
         """Whether an entry is stored with all rows that it needs, where its parent ends. Elsewhere no plan would find
         it, so it has to be written again. Windows are another matter: ``whole``."""

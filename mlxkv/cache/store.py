@@ -40,6 +40,7 @@ from .writer import Writer
 if TYPE_CHECKING:
     from .exchange import RemoteTier
     from .legacy.tier import LegacyTier
+    from .objects.shared import Shared
 
 log = logging.getLogger("mlxkv.cache")
 
@@ -73,6 +74,8 @@ class PrefixStore:
     legacy: LegacyTier | None = None
     #: and before that, on other machines perhaps
     remote: RemoteTier | None = None
+    #: the object store that ``remote`` asks, and to which is sent what becomes durable here
+    shared: Shared | None = None
     #: bytes that this store lets the folder weigh; None where it writes nothing
     budget: int | None = None
 
@@ -145,9 +148,15 @@ class PrefixStore:
                 interrupted=interrupted,
             ),
             busy=self._busy,
+            stored=self._send,
         )
         self.adopter = self._adopt_behind()
         self._count_unseen()
+
+    def _send(self, key: bytes) -> None:
+        """An entry has become durable. On the writer's thread."""
+        if self.shared is not None:
+            self.shared.send(key)
 
     def _busy(self) -> bool:
         """A request that may store something is running, or restoring."""
@@ -411,6 +420,8 @@ class PrefixStore:
         self.restores.close(timeout)
         adopted = self.adopter is None or self.adopter.close(timeout)
         written = self.writer.close(timeout)
+        if self.shared is not None:
+            self.shared.close(timeout)
         if self.remote is not None:
             self.remote.close(timeout)
         if not written or not adopted:
