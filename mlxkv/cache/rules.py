@@ -61,10 +61,13 @@ def _none(m: Ruled, position: int) -> Spans:
 RULES: dict[str, Callable[[Ruled, int], Spans]] = {
     "growing": _all,
     "head": _all,
+    "entries": _all,
     "window": _last,
+    "latents": _last,
     "chunked": _chunk,
     "recurrent": _none,
     "hidden": _none,
+    "pending": _none,
 }
 
 
