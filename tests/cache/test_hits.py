@@ -199,7 +199,7 @@ def stands(group, place: int) -> bool:
     return place in group.places and place % group.unit == 0
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(st.lists(GROUP, max_size=4), st.integers(0, 130), st.booleans(), st.integers(0, 140), st.integers(0, 140))
 def test_it_stands_or_is_promised_to(groups, limit, capable, upto, where):
     ask, asked = filled(min(upto, limit))
