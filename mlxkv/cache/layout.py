@@ -139,9 +139,10 @@ class Layout:
         """What the members of these record kinds hold; ``tensors`` are what records have of it."""
         return [t for m in self.members if m.record in kinds for t in m.tensors]
 
-    def fits(self, kinds: tuple[str, ...], arrays: dict[str, mx.array], rows: int) -> bool:
-        """Whether ``arrays`` are just what the members of these record kinds hold of ``rows`` rows."""
-        want = {t.name: (t.dtype, t.sized(rows)) for t in self.held(*kinds)}
+    def fits(self, kinds: tuple[str, ...], arrays: dict[str, mx.array], tokens: int, start: int = 0) -> bool:
+        """Whether ``arrays`` are just what the members of these record kinds hold of ``tokens`` tokens from ``start``
+        on."""
+        want = {t.name: (t.dtype, t.sized(tokens, start)) for t in self.held(*kinds)}
         return want == {name: (DTYPE_NAME.get(a.dtype), a.shape) for name, a in arrays.items()}
 
     def describe(self) -> str:
@@ -169,7 +170,7 @@ def _spec(member: Member) -> MemberSpec:
             if array.ndim != 4:
                 raise LayoutError(f"Member {member.label} keeps rows in {array.ndim} dimensions, not 4.")
             shape[2] = 0
-        tensors.append(TensorSpec(tensor_name(member, name), DTYPE_NAME[array.dtype], tuple(shape)))
+        tensors.append(TensorSpec(tensor_name(member, name), DTYPE_NAME[array.dtype], tuple(shape), member.per()))
     spec = MemberSpec(
         path=member.path,
         kind=member.kind,

@@ -226,8 +226,8 @@ class Restorer:
         return [*tasks, *(partial(self._read_rows, i, plan.pieces[i]) for i in range(kept, len(plan.pieces)))]
 
     def _clear(self, a: int, b: int) -> None:
-        for destination in self._rows.values():
-            destination.clear_rows(a, b)
+        for t in self.layout.tensors("rows"):
+            self._rows[t.name].clear_rows(a // t.per, b // t.per)
         self._touched = a
 
     def _read_rows(self, i: int, piece: Piece) -> None:
@@ -242,14 +242,14 @@ class Restorer:
             if held == range(a, b):
                 for t in specs:
                     self._check()
-                    reader.read_into(t.name, into[t.name].row_views(a, b))
-                _require_finite({t.name: into[t.name].rows(a, b) for t in factors}, factors)
-                self._promote(reader, lambda: {name: d.copy_rows(a, b) for name, d in into.items()})
+                    reader.read_into(t.name, into[t.name].row_views(a // t.per, b // t.per))
+                _require_finite({t.name: into[t.name].rows(a // t.per, b // t.per) for t in factors}, factors)
+                self._promote(reader, lambda: {t.name: into[t.name].copy_rows(a // t.per, b // t.per) for t in specs})
             else:  # a part of them: all are read and verified in memory of their own
                 whole = self._whole(reader, specs)
                 _require_finite(whole, factors)
-                for name, rows in whole.items():
-                    into[name].put_rows(a, rows[:, :, a - held.start : b - held.start])
+                for t in specs:
+                    into[t.name].put_rows(a // t.per, whole[t.name][:, :, t.part(a, b, held.start)])
                 self._promote(reader, lambda: whole)
             tier = "ram" if isinstance(reader, RamReader) else "ssd"
         with self._lock:
