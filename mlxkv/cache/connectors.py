@@ -68,9 +68,10 @@ class Local(Connector):
 class Question:
     """What one request asks a remote connector. It must not be changed.
 
-    Rows [0, ``asked``) are here, ``asked`` is a multiple of the block. Every member can stand at ``common``, which is
-    less than ``asked`` only for connectors that support it: then the rows from ``common`` on want a state. Nothing
-    after ``limit`` is of use. ``until``: when it must have been answered and delivered, ``time.monotonic()``.
+    Rows [0, ``asked``) are here, as full blocks: a leaf among them brings its own. ``asked`` is a multiple of the
+    block. Every member can stand at ``common``: in the block that begins at ``asked``, or before it, which only a
+    connector that supports it is asked; then what stands further is wanted. Nothing after ``limit`` is of use, and no
+    more than ``most`` bytes are wanted. ``until``: when it must have been answered and delivered, ``time.monotonic()``.
     ``stopped()``: nobody waits any more. ``request`` is unlike that of other requests that are under way.
     """
 
@@ -81,6 +82,7 @@ class Question:
     common: int
     limit: int
     until: float
+    most: int
     stopped: Callable[[], bool]
     request: int = 0
 
@@ -105,7 +107,8 @@ class Remote(Connector):
         """What it can bring beyond ``question.asked``; None: it cannot say yet (another request is asking, say).
 
         An offer is a promise: after ``load`` every member can stand at its end, from the records that were delivered
-        and the local rows before ``asked``. Raises ConnectorError; whatever else it raises is an ``io_error``.
+        and the local rows before ``asked``; windows that reach back before it are to be delivered too. Raises
+        ConnectorError; whatever else it raises is an ``io_error``.
         """
 
     @abstractmethod

@@ -66,12 +66,12 @@ def _none(m: Ruled, position: int) -> Spans:
 RULES: dict[str, Callable[[Ruled, int], Spans]] = {
     "growing": _all,
     "head": _all,
+    "entries": _all,
     "window": _last,
+    "latents": _before,
     "chunked": _chunk,
     "recurrent": _none,
     "hidden": _none,
-    "latents": _before,
-    "entries": _all,
     "pending": _none,
 }
 
