@@ -95,6 +95,13 @@ def batch_row_bytes(member: MemberSpec, capacity: int) -> int:
     """Bytes that one slot of a batch has of a member; windows never grow there."""
     if member.kind == "window":
         return sum(t.nbytes(min(member.keep + (member.window or 0), capacity)) for t in member.tensors)
+    # of compressed attention, each with a row more that nobody reads
+    if member.kind == "latents":
+        return sum(t.nbytes((member.window or 0) + 2) for t in member.tensors)
+    if member.kind == "pending":
+        return sum(t.nbytes(0) + t.nbytes(0) // t.shape[2] for t in member.tensors)
+    if member.kind == "entries":
+        return sum(t.nbytes(capacity + t.per) for t in member.tensors)
     return member_bytes(member, capacity + HEAD_SPARE if member.kind == "head" else capacity)
 
 
