@@ -4,6 +4,7 @@ turns."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,13 @@ from tests.decode.equal import measure
 from tests.decode.many import Alone, ask, load, with_caches
 from tests.decode.scripted import Scripted, pattern
 
+#: layers of two ratios, one with an index, and little beside attention
+CHANGES: dict[str, Any] = {"num_hidden_layers": 2, "compress_ratios": [4, 8], "hc_sinkhorn_iters": 1}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Layers of two ratios, one with an index, and little beside attention."""
-    changes = {"num_hidden_layers": 2, "compress_ratios": [4, 8], "hc_sinkhorn_iters": 1}
-    return tiny.make("deepseek_v4", tmp_path_factory.mktemp("model"), **changes)
+    return tiny.make("deepseek_v4", tmp_path_factory.mktemp("model"), **CHANGES)
 
 
 def test_each_gets_what_it_gets_alone(model, tmp_path):
@@ -51,13 +53,13 @@ class Unknown(CompressedCache):
         return Unknown(**{**_numbers(self), "spare": spare})
 
 
-def _numbers(cache: CompressedCache) -> dict[str, object]:
+def _numbers(cache: CompressedCache) -> dict[str, Any]:
     names = ("window", "ratio", "overlap", "head_dim", "index_dim", "dtype")
     return {name: getattr(cache, name) for name in names}
 
 
 def test_a_class_that_no_batch_knows_takes_turns(model):
-    loaded, _ = tiny.build("deepseek_v4", num_hidden_layers=2, compress_ratios=[4, 8], hc_sinkhorn_iters=1)
+    loaded: Any = tiny.build("deepseek_v4", **CHANGES)[0]
     asked = [ask(tiny.ids(9 + 7 * n, seed=n), 12) for n in range(3)]
     alone = Alone(model)
     right = [alone(each).token_ids for each in asked]

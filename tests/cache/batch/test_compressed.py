@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -107,14 +108,15 @@ def test_one_more_draft_than_the_rings_serve_gives_other_logits():
     model = Compressing()
     make = partial(model.make_cache, DRAFTS)
     batch, steps = Batch(make, probe(model, make), 1, 96, spare=DRAFTS), Steps(model, compile="off")
+    forms: list[Any] = list(batch._leaves)
     twin, worst = Twin.start(model, make, tiny.ids(17), 17, False), 0.0
     batch.join(0, twin.copy(make))
     for i in range(12):
         ids = [twin.token, *tiny.ids(DRAFTS + 1, i)]
-        for form in batch._leaves:
+        for form in forms:
             form.spare += 1  # bypassed
         logits = steps.verify(batch, mx.array([ids], mx.int32))
-        for form in batch._leaves:
+        for form in forms:
             form.spare -= 1
         steps.commit(batch, [1])
         mx.eval(logits, batch.live())
