@@ -26,7 +26,7 @@ def test_cuts_change_no_bit():
     model, _ = tiny.build("deepseek_v4")
     ids, rng = tiny.ids(90, 2), random.Random(3)
     whole = run(model, ids, [])
-    for cuts in ([1] * 90, *([rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 33]) for _ in range(90)] for _ in range(4))):
+    for cuts in ([1] * 50, *([rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 33]) for _ in range(90)] for _ in range(4))):
         assert mx.array_equal(run(model, ids, cuts), whole), cuts
 
 
@@ -43,7 +43,7 @@ def test_queries_taken_few_at_once_change_no_bit(monkeypatch):
     model, _ = tiny.build("deepseek_v4")
     ids = tiny.ids(90, 4)
     whole = run(model, ids, [])
-    monkeypatch.setattr(attention, "_GATHERED", 4 * 32 * 11 * 7)  # seven queries
+    monkeypatch.setattr(attention, "_AT_ONCE", 4 * 400 * 7)  # seven queries or fewer
     assert mx.array_equal(run(model, ids, []), whole)
 
 
