@@ -41,8 +41,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Forward:
-    """The last forward, where it had more rows than the ring keeps: those before it and its own, [1, n, width]."""
+    """The last forward, where it had more rows than the ring keeps: the ring before it, which held those of positions
+    [low, start), and its own rows, [1, n, width]."""
 
+    low: int
     start: int
     before: mx.array
     rows: mx.array
@@ -75,11 +77,11 @@ class PositionRing:
 
     def wrote(self, rows: mx.array, before: mx.array, new: mx.array, first: int) -> None:
         """``rows`` is the ring with those of the next S positions that are not before ``first``."""
-        start, self.rows = self.offset, rows
+        start, low, self.rows = self.offset, self.low, rows
         self.offset += new.shape[1]
         self.low = max(self.low, self.offset - self.size, first if first > start else 0)
         # only then may somebody ask for rows that are not in the ring
-        self.last = Forward(start, before, new) if self.low > start else None
+        self.last = Forward(low, start, before, new) if self.low > start else None
 
     def can_stand(self, position: int) -> bool:
         return 0 <= position <= self.offset and self.need(position) >= self.low
@@ -99,7 +101,7 @@ class PositionRing:
         positions, last = mx.arange(a, b), self.last
         if self.rows is not None and self.low <= a <= b <= self.offset:
             return self.rows[:, positions % self.size]
-        if last is not None and last.start - self.size <= a <= b <= self.offset:
+        if last is not None and last.low <= a <= b <= self.offset:
             split = min(max(a, last.start), b)
             old = last.before[:, positions[: split - a] % self.size]
             return mx.concatenate([old, last.rows[:, split - last.start : b - last.start]], axis=1)

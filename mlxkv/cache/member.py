@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..errors import MlxkvError
 
 if TYPE_CHECKING:
+    from .compress.geometry import Geometry
     from .inside import Inside
 
 Arrays = dict[str, mx.array]
@@ -55,6 +56,11 @@ class Member(ABC):
     @property
     def label(self) -> str:
         return ".".join(map(str, self.path))
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """The numbers of the ring in which it keeps rows that later entries are made of; None where it keeps none."""
+        return None
 
     @property
     def position(self) -> int | None:
