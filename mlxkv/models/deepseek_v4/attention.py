@@ -39,12 +39,15 @@ def attend(
     """softmax(scale · q·k, sink) · k, in float32. q [B, S, H, D]; each query's ``own`` rows [B, S, K, D], and rows that
     are ``shared`` by all, [B, E, D] or None; masks [B, S, K] and [B, S, E]; sinks [H] -> [B, S, H, D].
 
-    The sink is one more logit in the denominator, without a value (Xiao et al., arXiv:2309.17453).
+    The sink is one more logit in the denominator, without a value (Xiao et al., arXiv:2309.17453). What is hidden may
+    be anything, NaN too.
     """
     batch, length, heads, dim = q.shape
+    own = mx.where(own_mask[..., None], own, 0.0)
     logits = [mx.broadcast_to(sinks[:, None], (batch, length, heads, 1))]
     logits.append(mx.where(own_mask[:, :, None], (q @ own.swapaxes(2, 3)) * scale, _HIDDEN))
     if shared is not None and shared_mask is not None:
+        shared = mx.where(mx.any(shared_mask, axis=1)[..., None], shared, 0.0)
         dots = q.reshape(batch, length * heads, dim) @ shared.swapaxes(1, 2)
         dots = dots.reshape(batch, length, heads, -1) * scale
         logits.append(mx.where(shared_mask[:, :, None], dots, _HIDDEN))

@@ -59,6 +59,20 @@ def test_the_best_of_equal_scores_are_the_earliest():
             assert chosen == want + [-1] * (min(k, entries) - len(want))
 
 
+def test_what_is_hidden_may_be_anything():
+    q, own, shared = (
+        mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate([(2, 3, 4, 8), (2, 3, 5, 8), (2, 6, 8)])
+    )
+    own_mask, visible = mx.random.randint(0, 2, (2, 3, 5), key=mx.random.key(9)) > 0, mx.array([[1, 2, 2], [4, 4, 5]])
+    shared_mask = mx.arange(6) < visible[..., None]
+    sinks, scale = mx.zeros(4), 0.3
+    want = attention.attend(q, own, own_mask, shared, shared_mask, sinks, scale)
+    own = mx.where(own_mask[..., None], own, mx.nan)
+    shared = mx.where(mx.any(shared_mask, axis=1)[..., None], shared, mx.nan)
+    assert mx.isnan(own).any() and mx.isnan(shared).any()
+    assert mx.array_equal(attention.attend(q, own, own_mask, shared, shared_mask, sinks, scale), want)
+
+
 @pytest.mark.parametrize(
     ("p", "raw", "fours", "hundreds"),
     [
