@@ -23,16 +23,18 @@ from .member import Member, OwnCache, PositionError
 #: entries by which their buffer grows, where nobody says how many there will be
 _STEP = 256
 
-#: pool(windows [1, n, window, width], first position of each group [n], which rows there are [n, window]) -> [1, n, d].
-#: Rows that there are not are zero.
+#: pool(windows [B, n, window, width], first position of each group [B, n], which rows there are [B, n, window]) ->
+#: [B, n, d]. Rows that there are not are zero. In a batch, whose shapes are fixed, groups that do not close yet are
+#: among them: nobody reads what comes of those.
 Pool = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What queries see: ``rows`` [1, K, d], and by query the ``index`` [1, S, window] into them, oldest first, of which
-    ``mask`` [1, S, window] says whether there is such a token. Where there is none, ``index`` names the query's own
-    row, so that no row is read that nobody wrote."""
+    """What queries see: ``rows`` [B, K, d], and by query the ``index`` [B, S, window] into them, oldest first, of which
+    ``mask`` [B, S, window] says whether there is such a token. Where there is none, ``index`` names the query's own
+    row, so that no row is read that nobody wrote. B: 1, or the slots of a batch, whose rows stand at positions of their
+    own."""
 
     rows: mx.array
     index: mx.array
@@ -160,13 +162,13 @@ class Pending(PositionRing):
 
     def update(self, new: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """The windows [1, n, window, width] that the next tokens' rows ``new`` [1, S, width] complete, the first
-        position of each group [n], and which rows there are [n, window]."""
+        position of each group [1, n], and which rows there are [1, n, window]."""
         g, before, start, count = self.geometry, self.held(new), self.offset, new.shape[1]
         made = g.entries(start + count) - g.entries(start)
         plan = arrays.plan(g, mx.array([start]), mx.array([count]), count, entries=made)
         windows, there = arrays.gather(g, plan, before, new)
         self.wrote(arrays.write(plan, before, new), before, new, first_write(g, start + count))
-        return windows, plan.end[0] - g.ratio, there[0]
+        return windows, plan.end - g.ratio, there
 
 
 class Entries:

@@ -9,6 +9,7 @@ from mlxkv.cache.kinds import members_of
 from mlxkv.cache.rewind import check_drafts, why_not
 from mlxkv.cache.ring import with_rings
 from mlxkv.errors import ConfigError
+from tests.decode.many import load
 
 
 def members(spare: int):
@@ -54,3 +55,17 @@ def test_without_spare_rows_nothing_is_drafted():
     assert why_not(members(0)[2:]) == "layer 1.1 is compressed at ratio 4 out of a ring of 8 rows, none of them spare"
     with pytest.raises(ConfigError, match="Nothing can be drafted"):
         check_drafts(members(0), 1)
+
+
+def test_an_engine_is_not_opened_with_them(tiny_model):
+    """Nor does ``doctor`` call it well."""
+    model = tiny_model("deepseek_v4")
+    for spare, depth, ring in [(1, 8, "the ring of 12 rows that compression at ratio 4 keeps serves 5 at most"),
+                               (3, 6, "the ring of 12 rows that compression at ratio 4 keeps serves 5 at most"),
+                               (3, 4, "a window of 8 rows, 3 spare")]:  # fmt: skip
+        with pytest.raises(ConfigError) as e, load(model, None, draft="ngram", draft_depth=depth, ring_spare=spare):
+            pass
+        assert ring in e.value.message and f"--draft-depth {spare} or less" in e.value.cure
+        assert f"--ring-spare {depth} or more" in e.value.cure
+    with load(model, None, draft="ngram", ring_spare=3) as engine:
+        assert engine.info.drafts == 3

@@ -15,14 +15,14 @@ def pool(windows, first, there):
     d = windows.shape[-1] // 4
     kv = mx.concatenate([windows[:, :, :4, :d], windows[:, :, 4:, d : 2 * d]], axis=2)
     score = mx.concatenate([windows[:, :, :4, 2 * d : 3 * d], windows[:, :, 4:, 3 * d :]], axis=2)
-    weights = mx.softmax(mx.where(there[None, ..., None], score, -1e30), axis=2)
-    return mx.sum(weights * kv, axis=2) + first[None, :, None]
+    weights = mx.softmax(mx.where(there[..., None], score, -1e30), axis=2)
+    return mx.sum(weights * kv, axis=2) + first[..., None]
 
 
 def test_entries_of_the_specification():
     cache = CompressedCache(window=8, ratio=4, overlap=True, head_dim=1)
     rows = mx.array([[[p, 10 + p, 0, 0] for p in range(12)]], mx.float32)
-    entries = cache.compress("kv", rows, lambda *a: pool(*a) - a[1][None, :, None])
+    entries = cache.compress("kv", rows, lambda *a: pool(*a) - a[1][..., None])
     np.testing.assert_allclose(np.array(entries)[0, :, 0], [11.5, 8.5, 12.5], rtol=1e-6)
 
 

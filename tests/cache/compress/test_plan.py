@@ -173,9 +173,9 @@ class PagesOfOneRing(RequestRing):
 def test_no_slot_is_written_twice():
     extends = [1, 2, 5, 9, 10]
     for geometry in (C4, C128, C4_PLAIN):
-        for seq in range(1, 1400, 3):
+        for seq in range(1, 1400, 7):
             assert not any(twice(geometry, seq, e, own_rings(geometry)) for e in (*extends, seq) if e <= seq)
-    for seq in range(1, 1400, 7):
+    for seq in range(1, 1400, 11):
         assert not twice(C4, seq, seq, PageScoped(16, 256, [range(6)]))
     assert sum(twice(C4, seq, seq, PagesOfOneRing(16, [0])) for seq in range(1, 1400)) == 1086
 

@@ -29,7 +29,7 @@ def rows_of(name: str, a: int, b: int) -> np.ndarray:
 
 def whole(windows: mx.array, first: mx.array, there: mx.array) -> mx.array:
     """An entry is its window."""
-    assert windows.shape[1] == first.shape[0] == there.shape[0]
+    assert windows.shape[:2] == first.shape == there.shape[:2]
     return windows.reshape(1, windows.shape[1], -1)
 
 
@@ -123,7 +123,7 @@ def test_what_nobody_needs_is_never_read(ratio, overlap, spare):
     assert not walk.wrong
 
 
-@pytest.mark.parametrize(("ratio", "overlap", "spare"), [s for s in SHAPES if s[0] < 128])
+@pytest.mark.parametrize(("ratio", "overlap", "spare"), [(4, True, 8), (2, True, 5), (8, False, 0)])
 def test_what_a_store_keeps_is_enough_at_every_position(ratio, overlap, spare):
     for p in range(1, 3 * ratio + WINDOW + 1):
         walk = Walk(ratio, overlap, spare, poison=False)
