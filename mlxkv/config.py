@@ -31,6 +31,7 @@ from .config_values import (
     seconds_or_never,
     some_seconds,
     store_bits,
+    store_url,
     timeout,
     whole,
     words,
@@ -42,7 +43,7 @@ from .errors import ConfigError, RequestError
 OTHER_VARIABLES = ("MLXKV_CONFIG", "MLXKV_PYTHON", "MLXKV_VENV")
 _OTHER_PREFIX = "MLXKV_TEST_"
 #: settings that are never shown
-SECRET = ("cache_salt", "api_key")
+SECRET = ("cache_salt", "api_key", "object_secret")
 #: the demo model, which comes with the package
 EMBEDDED = Path(__file__).resolve().parent / "models" / "mlxkv-demo"
 
@@ -146,6 +147,10 @@ KEYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ram_budget": (parse_size, "a size such as 512MB or 2GiB; 0 for off"),
     "write_budget": (parse_size, "a size such as 100GB; 0 to write nothing"),
     "legacy_dirs": (paths, f"folders of oMLX's cache: a list, or a text with {os.pathsep} between them"),
+    "object_store": (store_url, "a URL such as s3://bucket/prefix or file:///folder; off for none"),
+    "object_timeout": (some_seconds, "a time such as 5s"),
+    "object_secret": (plain, "a text of at least 16 characters"),
+    "object_secret_file": (a_path, "a file with the secret in it"),
     "prefill_chunk": (whole(1, 2**20), "a whole number of tokens, at least 1"),
     "split": (choice({name: name for name in ("auto", "always", "never")}), "auto, always or never"),
     "max_gap_ms": (whole(1, 600_000), "a whole number of milliseconds, from 1 to 600,000"),
@@ -201,6 +206,10 @@ class Settings:
     ram_budget: int | None = None
     write_budget: int | None = None
     legacy_dirs: tuple[Path, ...] = ()
+    object_store: str | None = None
+    object_timeout: float = 5.0
+    object_secret: str | None = None
+    object_secret_file: Path | None = None
     api_key: str | None = None
     api_key_file: Path | None = None
     allow_hosts: tuple[str, ...] = ()
@@ -287,6 +296,18 @@ class Settings:
             found += there
         return tuple(dict.fromkeys(found))
 
+    def object_store_secret(self) -> str | None:
+        """The secret that was set, or what is in its file. Raises ConfigError."""
+        if self.object_secret or self.object_secret_file is None:
+            return self.object_secret or None
+        try:
+            return self.object_secret_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"The secret file {self.object_secret_file} cannot be read: {error}.",
+                "`openssl rand -base64 32` makes what belongs there.",
+            ) from None
+
     def apply_environment(self) -> None:
         """Hand numerics and BLAS to ``mlxkv.numerics``, which reads the environment. Call before MLX is imported."""
         for key in ("numerics", "blas"):
@@ -318,6 +339,9 @@ class Settings:
             "ram_budget": self.ram_budget,
             "write_budget": self.write_budget,
             "legacy_dirs": self.legacy_dirs,
+            "object_store": self.object_store,
+            "object_timeout": self.object_timeout,
+            "object_secret": self.object_store_secret() if self.object_store else None,
         }
 
 

@@ -153,6 +153,12 @@ def timeout(value: Any) -> float | None:
     return seconds_or_never(value) or None
 
 
+def store_url(value: Any) -> str | None:
+    """The URL of an object store; off for none. What is wrong with it, its own check says."""
+    text = a_text(value)
+    return None if text.lower() in ("off", "none") else text
+
+
 def choice(names: Mapping[str, str]) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if not isinstance(value, str) or value.lower() not in names:

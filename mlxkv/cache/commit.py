@@ -63,7 +63,8 @@ class Counters:
 
 class Commit:
     """``pinned`` says what must not be evicted now, ``share`` which part of the budget one model may have when space is
-    short, ``floor`` the bytes of free disk below which nothing is written. ``daily`` is told what reached the disk."""
+    short, ``floor`` the bytes of free disk below which nothing is written. ``daily`` is told what reached the disk,
+    ``stored`` which entries have become durable."""
 
     def __init__(
         self,
@@ -77,8 +78,9 @@ class Commit:
         pinned: Callable[[], Collection[bytes]],
         share: float,
         floor: int,
+        stored: Callable[[bytes], None] = lambda key: None,
     ) -> None:
-        self.index, self.counters = index, counters
+        self.index, self.counters, self._stored = index, counters, stored
         self._folder, self._ledger, self._planner, self._daily = folder, ledger, planner, daily
         self._pinned, self._share, self._floor = pinned, share, floor
 
@@ -141,6 +143,8 @@ class Commit:
         written = self._write(todo, self._reserve(todo, own), self._enter)
         self.counters.written_records += sum(len(kinds) for _, kinds in todo)
         self.counters.written_bytes += written
+        for draft, _ in todo:
+            self._stored(draft.meta.key)
 
     def used_today(self) -> int:
         """Bytes that were written today."""

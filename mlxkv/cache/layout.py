@@ -15,6 +15,7 @@ from ..errors import MlxkvError
 from .kinds import members_of
 from .member import Member
 from .packing import Packing
+from .rules import spans
 from .state import SequenceState
 from .tensors import RECORD_KINDS, ROW_KINDS, TensorSpec, check_store_bits
 
@@ -69,13 +70,7 @@ class MemberSpec:
 
     def needs(self, position: int) -> list[tuple[int, int]]:
         """The spans of rows that must be there to resume at ``position``, in order and disjoint."""
-        if self.record == "state":
-            return []
-        if self.window is None or position <= self.keep + self.window:
-            spans = [(0, position)]
-        else:
-            spans = [(0, self.keep), (position - self.window, position)]
-        return [(a, b) for a, b in spans if a < b]
+        return spans(self, position)
 
 
 @dataclass(frozen=True)
@@ -176,7 +171,7 @@ def _spec(member: Member) -> MemberSpec:
                 raise LayoutError(f"Member {member.label} keeps rows in {array.ndim} dimensions, not 4.")
             shape[2] = 0
         tensors.append(TensorSpec(tensor_name(member, name), DTYPE_NAME[array.dtype], tuple(shape), member.per()))
-    return MemberSpec(
+    spec = MemberSpec(
         path=member.path,
         kind=member.kind,
         record=member.record,
@@ -186,14 +181,16 @@ def _spec(member: Member) -> MemberSpec:
         tensors=tuple(tensors),
         packable=member.packable,
     )
+    spec.needs(1)
+    return spec
 
 
 def probe(model: Callable[..., mx.array], make_cache: Callable[[], list[Any]]) -> Layout:
     """The layout that ``model`` really uses, seen on a throw-away cache once two forwards leave the same shapes: a
     slot may take a few tokens to fill.
 
-    Raises UnknownCache for a class without a kind, LayoutError where shapes or dtypes do not settle, PositionError
-    where a member does not count its tokens.
+    Raises UnknownCache for a class without a kind, RuleError for a kind without a rule, LayoutError where shapes or
+    dtypes do not settle, PositionError where a member does not count its tokens.
     """
     caches = make_cache()
     state = SequenceState(caches, members_of(caches))

@@ -39,6 +39,7 @@ class Plan:
 
     ``parent`` is the key that the block of ``position`` hangs on; ``base`` the entry of that block that has its rows
     before ``position``, for later deltas: what was restored is never stored again. ``reason`` says why it is not more.
+    ``reach`` is how far rows go, whether or not anything can stand there.
     ``legacy`` are entries that were just taken from legacy folders; ``unasked``: these are still to be asked for more.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     reason: str | None = "empty"
     legacy: frozenset[bytes] = frozenset()
     unasked: bool = False
+    reach: int = 0
 
 
 class Planner:
@@ -111,6 +113,7 @@ class Planner:
             if best is not None:
                 break
         plan = best or Plan(parent=self.space.root)
+        plan.reach = reach
         plan.reason = self._reason(plan.position, limit, reach, diverges)
         return plan
 
@@ -161,6 +164,10 @@ class Planner:
                 return None
             at = base
         return None
+
+    def pieces(self, entry: Entry) -> list[Piece] | None:
+        """The records that hold the rows of an entry, first tokens first; None if one is missing."""
+        return self._pieces(entry, ())
 
     def complete(self, key: bytes) -> bool:
         """Whether an entry is stored with all rows that it needs, where its parent ends. Elsewhere no plan would find

@@ -17,6 +17,7 @@ from itertools import islice
 
 import numpy as np
 
+from .connectors import Local
 from .index import Entry
 from .keys import pack
 from .record import Body, Meta, RecordError, checksum
@@ -63,9 +64,11 @@ class _Held:
         return Entry(m.key, m.root, m.parent, m.start, m.end, m.row_start, base, pack(m.tokens), frozenset(self.bodies))
 
 
-class Ram:
+class Ram(Local):
     """``budget`` in bytes; 0 keeps nothing but what is pinned. ``on_evict`` is told the key and kind of what leaves,
     without a lock held."""
+
+    source = "ram"
 
     def __init__(self, budget: int, on_evict: Callable[[bytes, str], None] = lambda key, kind: None) -> None:
         self._budget = budget

@@ -268,6 +268,74 @@ def _write_all(fd: int, data: bytes | memoryview) -> int:
     return total
 
 
+#: name -> (safetensors dtype, shape, first byte of its data, the byte after it)
+Tensors = dict[str, tuple[str, tuple[int, ...], int, int]]
+
+
+def parse_header(text: bytes, size: int) -> tuple[Meta, dict[str, str], Tensors, dict[int, int]]:
+    """(meta, checksums, tensors, where a tensor begins -> bytes of padding before it) of a record of ``size`` bytes,
+    whose header is ``text``. Raises RecordError and its kinds."""
+    length = len(text)
+    try:
+        header = json.loads(text)
+        strings: dict[str, str] = header.pop("__metadata__")
+        claimed = strings["header_xxh3"]
+        zeroed = text.replace(f'"header_xxh3":"{claimed}"'.encode(), f'"header_xxh3":"{_ZERO}"'.encode(), 1)
+        if checksum([zeroed]) != claimed:
+            raise RecordError("the header's digest is wrong")
+        meta = Meta.parse(strings)
+        sums = json.loads(strings["checksums"])
+        tensors = {
+            name: (t["dtype"], tuple(t["shape"]), t["data_offsets"][0], t["data_offsets"][1])
+            for name, t in header.items()
+            if not name.startswith("__pad")
+        }
+        pads = [t["data_offsets"] for name, t in header.items() if name.startswith("__pad")]
+        gaps = {b: b - a for a, b in pads if 0 <= b - a <= _MAX_GAP}
+        end = max((t["data_offsets"][1] for t in header.values()), default=0)
+        if not meta.consistent():
+            raise RecordError("key, tokens and span do not fit each other")
+        if size < 8 + length + end:
+            raise ShortRecord(f"{size} bytes of {8 + length + end}")
+        if size > 8 + length + end:
+            raise LongRecord(f"{size} bytes, the header says {8 + length + end}")
+    except RecordError:
+        raise
+    except Exception as e:  # a file may hold anything: nesting, numbers and names without bound
+        raise RecordError(f"the header cannot be read: {e!r}") from e
+    return meta, sums, tensors, gaps
+
+
+def decode(data: memoryview) -> tuple[Meta, Body]:
+    """A record that came as bytes, verified: header, spans, checksums and padding. The arrays are fresh. Raises
+    RecordError and its kinds."""
+    size = len(data)
+    if size < 8:
+        raise ShortRecord(f"{size} bytes")
+    (length,) = struct.unpack_from("<Q", data)
+    if length > _MAX_HEADER:
+        raise RecordError(f"a header of {length} bytes")
+    if size < 8 + length:
+        raise ShortRecord(f"{size} bytes, the header alone needs {8 + length}")
+    meta, sums, tensors, gaps = parse_header(bytes(data[8 : 8 + length]), size)
+    arrays: HostArrays = {}
+    for name, (dtype, shape, a, b) in tensors.items():
+        begin = 8 + length + a
+        try:
+            array = np.empty(shape, HOST_DTYPE[dtype])
+            if array.nbytes != b - a or a < 0:
+                raise ValueError(f"{array.nbytes} bytes, not {b - a}")
+        except (KeyError, ValueError, TypeError, MemoryError) as e:
+            raise RecordError(f"tensor {name} is none: {e}") from e
+        np.copyto(array.reshape(-1).view(np.uint8), np.frombuffer(data[begin : begin + array.nbytes], np.uint8))
+        if checksum([_bytes(array)]) != sums.get(name):
+            raise RecordError(f"tensor {name} has a wrong checksum")
+        if bytes(data[begin - gaps.get(a, 0) : begin]).strip(b"\0"):
+            raise RecordError(f"the padding before tensor {name} is not empty")
+        arrays[name] = dtype, array
+    return meta, Body(arrays, sums)
+
+
 @dataclass
 class Reader:
     """An open record whose header has been verified. Use as a context manager."""
@@ -278,7 +346,7 @@ class Reader:
     sums: dict[str, str]
     data_start: int
     size: int  # of the file, bytes
-    tensors: dict[str, tuple[str, tuple[int, ...], int, int]] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
     #: where a tensor begins -> bytes of padding before it
     gaps: dict[int, int] = field(default_factory=dict)
 
@@ -314,33 +382,7 @@ class Reader:
         text = begin[8 : 8 + length]
         if len(text) < length:
             text += _read_exactly(fd, length - len(text), len(begin))
-        try:
-            header = json.loads(text)
-            strings: dict[str, str] = header.pop("__metadata__")
-            claimed = strings["header_xxh3"]
-            zeroed = text.replace(f'"header_xxh3":"{claimed}"'.encode(), f'"header_xxh3":"{_ZERO}"'.encode(), 1)
-            if checksum([zeroed]) != claimed:
-                raise RecordError("the header's digest is wrong")
-            meta = Meta.parse(strings)
-            sums = json.loads(strings["checksums"])
-            tensors = {
-                name: (t["dtype"], tuple(t["shape"]), t["data_offsets"][0], t["data_offsets"][1])
-                for name, t in header.items()
-                if not name.startswith("__pad")
-            }
-            pads = [t["data_offsets"] for name, t in header.items() if name.startswith("__pad")]
-            gaps = {b: b - a for a, b in pads if 0 <= b - a <= _MAX_GAP}
-            end = max((t["data_offsets"][1] for t in header.values()), default=0)
-            if not meta.consistent():
-                raise RecordError("key, tokens and span do not fit each other")
-            if size < 8 + length + end:
-                raise ShortRecord(f"{size} bytes of {8 + length + end}")
-            if size > 8 + length + end:
-                raise LongRecord(f"{size} bytes, the header says {8 + length + end}")
-        except RecordError:
-            raise
-        except Exception as e:  # a file may hold anything: nesting, numbers and names without bound
-            raise RecordError(f"the header cannot be read: {e!r}") from e
+        meta, sums, tensors, gaps = parse_header(text, size)
         return cls(path, fd, meta, sums, 8 + length, size, tensors, gaps)
 
     def require(self, specs: Sequence[TensorSpec], tokens: int) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from .folder import CacheFolder
+from .connectors import Local
 from .host import Destination
 from .index import Entry
 from .keys import KeySpace, unpack
@@ -21,7 +21,7 @@ from .packing import PARTS
 from .planner import Piece, Plan
 from .ram import Draft, Ram, RamReader
 from .readers import bare
-from .record import Body, Meta, OtherRows, Reader, RecordError
+from .record import Body, Meta, MissingRecord, OtherRows, Reader, RecordError
 from .state import SequenceState
 from .tensors import TensorSpec, finite
 
@@ -41,7 +41,8 @@ class Stopped(Exception):
 
 
 class Restorer:
-    """Reads for one request into destinations that belong to nobody else yet: from RAM what is there, else from disk.
+    """Reads for one request into destinations that belong to nobody else yet, each record from the first of ``tiers``
+    that has it: RAM, then disk.
 
     ``prepare`` says what is to be read, as tasks, and ``make`` makes the destinations: then the tasks may run, on other
     threads and several at once, and see host bytes only. Once none runs any more, ``attach`` gives the arrays to a
@@ -53,8 +54,8 @@ class Restorer:
     and verified, by tier.
     """
 
-    def __init__(self, folder: CacheFolder, ram: Ram, space: KeySpace, layout: Layout, tokens: list[int]) -> None:
-        self.folder, self.ram, self.space, self.layout, self.tokens = folder, ram, space, layout, tokens
+    def __init__(self, tiers: Sequence[Local], ram: Ram, space: KeySpace, layout: Layout, tokens: list[int]) -> None:
+        self.tiers, self.ram, self.space, self.layout, self.tokens = tiers, ram, space, layout, tokens
         self.used: set[str] = set()
         self.nbytes_read = {"ram": 0, "ssd": 0}
         #: entries whose files hold more rows than the index says
@@ -83,7 +84,7 @@ class Restorer:
         """About how many bytes a plan reads."""
         near = 2 * self.space.block  # a window's first and last records are read whole
         return sum(
-            t.nbytes(plan.position if m.window is None else min(plan.position, m.keep + m.window + near))
+            t.nbytes(sum(b - a for a, b in m.needs(plan.position)) + (near if m.record == "window" else 0))
             for m in self.layout.members
             for t in m.stored
         )
@@ -156,14 +157,18 @@ class Restorer:
         """Open and compare with the chain: the record must be what the plan says. Raises RestoreFailed, also for a
         RecordError of the caller."""
         self._check()
-        entry, tier = piece.entry, "ram"
+        entry, tier = piece.entry, ""
         try:
-            reader: Reader | RamReader | None = self.ram.open(entry.key, kind)
-            if reader is not None and kind != "state" and reader.meta.row_start > piece.start:
-                reader = None  # held for another cut of the same rows than the plan's: the plan means the one on disk
+            reader: Reader | RamReader | None = None
+            for place in self.tiers:
+                tier = place.source
+                reader = place.open(entry.key, kind)
+                if tier == "ram" and reader is not None and kind != "state" and reader.meta.row_start > piece.start:
+                    reader = None  # held for another cut of the same rows than the plan's, which means the one on disk
+                if reader is not None:
+                    break
             if reader is None:
-                tier = "ssd"
-                reader = Reader.open(self.folder.file(entry.key, kind))
+                raise MissingRecord("no tier has it")
             with reader:
                 self._compare(reader.meta, piece, kind)
                 if tier == "ssd" and kind != "state" and reader.meta.row_start != entry.row_start:
@@ -267,7 +272,7 @@ class Restorer:
                 for a, b in _needed(member, piece, position):
                     parts.setdefault(i, []).extend(_Part(t.name, a, b, at) for t in member.tensors)
                     at += b - a
-            if at != min(position, (member.window or 0) + member.keep):
+            if at != sum(b - a for a, b in member.needs(position)):
                 raise PositionError(f"Window of member {member.path} is incomplete at {position}.")
             self._unmade += [_Unmade(self._windows, t.name, t.sized(at), t.dtype) for t in member.tensors]
         return [partial(self._read_window, plan.pieces[i], parts[i], self._windows) for i in sorted(parts)]

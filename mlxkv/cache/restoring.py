@@ -18,6 +18,7 @@ from .restore import RestoreFailed, Restorer
 from .state import SequenceState
 
 if TYPE_CHECKING:
+    from .exchange import Exchange
     from .legacy.tier import Fetch
     from .store import PrefixStore
 
@@ -30,6 +31,8 @@ READERS_WITHIN = 5.0
 
 #: destinations into which a thread may still write, of stores that are closed. They are never freed.
 _stuck: list[Restoring] = []
+#: seconds between looks at whether somebody who is asked has had his time
+_TICK = 0.05
 
 Restored = tuple[SequenceState, Lookup, Plan]
 
@@ -60,13 +63,15 @@ class Restoring:
         self._limit = len(tokens) - 1
         space = self._space = store.space(salt)
         self._planner = Planner(store.view, space, store.layout)
-        self._restorer = Restorer(store.folder, store.ram, space, store.layout, tokens)
+        self._restorer = Restorer(store.view.tiers, store.ram, space, store.layout, tokens)
         self._bad: set[tuple[bytes, str]] = set()
         self._adopted: set[tuple[bytes, str]] = set()
         self._failure: str | None = None
         self._wanted = 0  # where the first plan that failed would have led
         self._legacy = plan.legacy
-        self._fetch: Fetch | None = None
+        self._fetch: Fetch | Exchange | None = None
+        self._exchange: Exchange | None = None
+        self._legacy_too = plan.unasked
         self._state: SequenceState | None = None
         self._tasks: list[Task] = []  # which wait for their destinations
         self._job: Job | None = None
@@ -75,12 +80,12 @@ class Restoring:
         store.restores.tidy()
         store.restores.add(self)
         try:
-            if plan.unasked and store.legacy is not None:
-                self._fetch = store.legacy.begin(store, tokens, plan.position)
-            if self._fetch is not None:
-                self._job = self._fetch.start()
-            else:
-                self._read()
+            if store.remote is not None and plan.position < self._limit:
+                self._exchange = store.remote.begin(store, tokens, space, plan, self._limit)
+                if self._exchange is None:
+                    self._failure = store._fault("io_error", "nobody is asked who has not answered others")
+                    self._wanted = self._limit
+            self._fetch_or_read(self._exchange)
         except BaseException:
             self.cancel()
             raise
@@ -91,7 +96,12 @@ class Restoring:
     def done(self) -> bool:
         """Whether nothing is being read: ``advance`` has something to do, or there is nothing left to be done."""
         job = self._job
-        return job is None or job.ended
+        return job is None or job.ended or (self._asking is not None and self._asking.overdue)
+
+    @property
+    def _asking(self) -> Exchange | None:
+        """What a connector is being asked, if it is."""
+        return self._exchange if self._fetch is self._exchange else None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until it is ``done``; False on time-out (seconds)."""
@@ -118,7 +128,9 @@ class Restoring:
         does."""
         while not self.advance():
             try:
-                if self._job is not None:
+                if self._asking:
+                    self.wait(_TICK)  # who does not answer is not waited for longer than it may take
+                elif self._job is not None:
                     self._job.help()
             except BaseException:  # Ctrl-C
                 self.cancel()
@@ -136,6 +148,8 @@ class Restoring:
             self._fetch.stopped = True
         if self._job is not None:
             self._job.stop()
+        if self._asking:
+            self._job = None  # who answers late writes into nothing of ours
         self._end()
         self._store.restores.leave(self)
 
@@ -154,6 +168,18 @@ class Restoring:
         return frozenset(e.key for e in entries if e is not None)
 
     # steps
+
+    def _fetch_or_read(self, fetch: Fetch | Exchange | None) -> None:
+        """Ask elsewhere for more, legacy folders last; then read."""
+        store, plan = self._store, self._plan
+        if fetch is None and self._legacy_too and store.legacy is not None and plan.position < self._limit:
+            self._legacy_too = False
+            fetch = store.legacy.begin(store, self._tokens, plan.position)
+        self._fetch = fetch
+        if fetch is not None:
+            self._job = fetch.start()
+        else:
+            self._read()
 
     def _go_on(self) -> None:
         """What was being read has been read, or has failed."""
@@ -236,7 +262,11 @@ class Restoring:
         # what failed cost nothing if other records lead as far
         failure = self._failure if plan.position < self._wanted else None
         reason = failure or plan.reason if plan.position < self._limit else None
-        source = "legacy" if self._legacy & self.pinned else "ssd" if "ssd" in restorer.used else "ram"
+        source = "ssd" if "ssd" in restorer.used else "ram"
+        if self._exchange is not None and self._exchange.keys & self.pinned:
+            source = self._exchange.source
+        if self._legacy & self.pinned:
+            source = "legacy"
         self._conclude(self._state, Lookup(plan.position, source, reason, None if reason is None else plan.position))
 
     def _failed(self, e: RestoreFailed) -> None:
@@ -270,8 +300,8 @@ class Restoring:
             self._store._fault("io_error", f"the index: {e}")
             return Plan(parent=self._space.root)
 
-    def _fetched(self, fetch: Fetch) -> None:
-        """A step of asking legacy folders has been done."""
+    def _fetched(self, fetch: Fetch | Exchange) -> None:
+        """A step of asking elsewhere has been done."""
         store = self._store
         if (job := fetch.go_on(store)) is not None:
             self._job = job
@@ -279,10 +309,17 @@ class Restoring:
         self._job = self._fetch = None
         if fetch.keys:
             pending = self._plan.reason == "pending"
-            self._plan, self._legacy = self._again(), fetch.keys
+            self._plan = self._again()
+            if fetch is not self._exchange:
+                self._legacy = fetch.keys
             if pending and self._plan.reason in ("empty", "different_tokens", "no_state"):
                 self._plan.reason = "pending"
-        self._read()
+        if self._exchange is not None and fetch is self._exchange:
+            self._exchange.settle(self._plan)
+            if self._exchange.failure is not None:  # nobody knows what more there would have been
+                self._failure, self._wanted = self._exchange.failure, self._limit
+            self._wanted = max(self._wanted, self._exchange.hit.tokens)
+        self._fetch_or_read(None)
 
     def _conclude(self, state: SequenceState, lookup: Lookup) -> None:
         self._restorer.discard()
@@ -292,6 +329,8 @@ class Restoring:
 
     def _end(self) -> None:
         self._state = self._new_state = None  # they may hold much
+        if self._exchange is not None and self._store.remote is not None:
+            self._store.remote.leave(self._exchange)
         self._tasks = []
         for tier, nbytes in self._restorer.nbytes_read.items():
             self._store.restores.nbytes_read[tier] += nbytes

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .objects.shared import ObjectStatus
     from .store import PrefixStore
 
 
@@ -19,7 +20,8 @@ class StoreStatus:
     store. waiting_bytes: what waits to be written, waiting_tips: states that wait in RAM until it is worth while.
     restoring: requests whose records are read. faults: damage and failures, by reason. stopped: why nothing is written
     any more, None while it is. ram_bytes, ram_budget: what RAM holds, and may hold now. budget: bytes of the whole
-    folder, None where there is none. block: tokens of a full block."""
+    folder, None where there is none. block: tokens of a full block. objects: of the object store, None where there is
+    none; what was read from there counts as of tier ``object`` too."""
 
     written_bytes: int = 0
     written_records: int = 0
@@ -38,6 +40,7 @@ class StoreStatus:
     ram_budget: int = 0
     budget: int | None = None
     block: int = 0
+    objects: ObjectStatus | None = None
 
     @classmethod
     def of(cls, store: PrefixStore) -> StoreStatus:
@@ -46,11 +49,15 @@ class StoreStatus:
         faults = dict(store.faults)
         for kind, times in counters.faults.copy().items():
             faults[kind] = faults.get(kind, 0) + times
+        objects = store.shared.status() if store.shared is not None else None
+        read = dict(store.restores.nbytes_read)
+        if objects is not None:
+            read["object"] = objects.downloaded_bytes
         return cls(
             written_bytes=counters.written_bytes,
             written_records=counters.written_records,
             merged_bytes=counters.merged_bytes,
-            read_bytes=dict(store.restores.nbytes_read),
+            read_bytes=read,
             evicted_bytes=counters.evicted_bytes,
             evicted_records=counters.evicted_records,
             refused_bytes=counters.refused_bytes,
@@ -64,4 +71,5 @@ class StoreStatus:
             ram_budget=store.ram.budget,
             budget=store.budget,
             block=store.block,
+            objects=objects,
         )

@@ -33,12 +33,14 @@ from .recorder import Recorder
 from .restore import RestoreFailed
 from .restoring import Restores, Restoring
 from .state import SequenceState
-from .tiers import Handover, View
+from .tiers import Handover, Ssd, View
 from .wanted import take_in_prompt
 from .writer import Writer
 
 if TYPE_CHECKING:
+    from .exchange import RemoteTier
     from .legacy.tier import LegacyTier
+    from .objects.shared import Shared
 
 log = logging.getLogger("mlxkv.cache")
 
@@ -70,6 +72,10 @@ class PrefixStore:
     keeps = True
     #: where tokens are looked for that neither RAM nor disk has
     legacy: LegacyTier | None = None
+    #: and before that, on other machines perhaps
+    remote: RemoteTier | None = None
+    #: the object store that ``remote`` asks, and to which is sent what becomes durable here
+    shared: Shared | None = None
     #: bytes that this store lets the folder weigh; None where it writes nothing
     budget: int | None = None
 
@@ -113,7 +119,7 @@ class PrefixStore:
         self._spaces: dict[str, KeySpace] = {}
         self.restores = Restores()
         self.ram = Ram(ram_budget, lambda key, kind: self.writer.evicted(key, kind))
-        self.view = View(self.index, self.ram, layout.kinds)
+        self.view = View(self.ram, Ssd(self.folder, self.index), layout.kinds)
         self._running: Callable[[], Handover | None] = lambda: None
         self._handovers: list[weakref.ref[Handover]] = []
         policy = policy or Policy()
@@ -142,9 +148,15 @@ class PrefixStore:
                 interrupted=interrupted,
             ),
             busy=self._busy,
+            stored=self._send,
         )
         self.adopter = self._adopt_behind()
         self._count_unseen()
+
+    def _send(self, key: bytes) -> None:
+        """An entry has become durable. On the writer's thread."""
+        if self.shared is not None:
+            self.shared.send(key)
 
     def _busy(self) -> bool:
         """A request that may store something is running, or restoring."""
@@ -242,7 +254,7 @@ class PrefixStore:
             log.warning("the prefix store writes nothing: %s It is tried again later.", e)
             return
         old.close()
-        self.view.index = self.index
+        self.view.ssd.index = self.index
         self.writer.renew(self.ledger.store)
         self.adopter = self._adopt_behind()
         self._count_unseen()
@@ -407,7 +419,12 @@ class PrefixStore:
         folder."""
         self.restores.close(timeout)
         adopted = self.adopter is None or self.adopter.close(timeout)
-        if not self.writer.close(timeout) or not adopted:
+        written = self.writer.close(timeout)
+        if self.shared is not None:
+            self.shared.close(timeout)
+        if self.remote is not None:
+            self.remote.close(timeout)
+        if not written or not adopted:
             # a write that the disk does not answer may still put its files there: what it reserved stays, and the lock
             # with it, until this process ends
             self.index.close()

@@ -1,7 +1,8 @@
 """The tiers as one: what RAM and disk hold together, and how a request's records are handed to both.
 
-``View`` answers what the planner asks. ``Handover`` belongs to one request: it keeps each record in RAM, gives the
-writer what is to become durable now, and leaves the tip (the state at n−1) to be written behind.
+``Ssd`` is the folder's side of it, as RAM is the other; ``View`` answers what the planner asks. ``Handover`` belongs to
+one request: it keeps each record in RAM, gives the writer what is to become durable now, and leaves the tip (the state
+at n−1) to be written behind.
 """
 
 from __future__ import annotations
@@ -11,35 +12,65 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from .connectors import Local
+from .folder import CacheFolder
 from .index import Entry, Index
 from .keeper import Chain, without_state
 from .keys import KeySpace, pack
 from .planner import Plan
 from .ram import Draft, Ram
+from .record import Reader
 from .writer import Writer
 
 T = TypeVar("T")
 _ROWS = frozenset(("rows", "window"))
 
 
+class Ssd(Local):
+    """The records of a folder, by what its index says. ``index`` is another one once the folder was opened again."""
+
+    source = "ssd"
+
+    def __init__(self, folder: CacheFolder, index: Index) -> None:
+        self.folder, self.index = folder, index
+
+    def entry(self, key: bytes) -> Entry | None:
+        return self.index.entry(key)
+
+    def children(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        return self.index.children(parent, tokens)
+
+    def open(self, key: bytes, kind: str) -> Reader:
+        return Reader.open(self.folder.file(key, kind))
+
+
 class View:
-    """Entries of the index and of RAM, read as one. ``kinds`` are the record kinds of the layout.
+    """Entries of the disk and of RAM, read as one. ``kinds`` are the record kinds of the layout.
 
     An index that cannot be read leaves what RAM holds; ``error`` is what went wrong then.
     """
 
-    def __init__(self, index: Index, ram: Ram, kinds: tuple[str, ...]) -> None:
-        self.index, self.ram = index, ram
+    def __init__(self, ram: Ram, ssd: Ssd, kinds: tuple[str, ...]) -> None:
+        self.ram, self.ssd = ram, ssd
         self._rows = _ROWS & set(kinds)
         self.error: sqlite3.Error | None = None
 
+    @property
+    def tiers(self) -> tuple[Local, ...]:
+        """Where a record is looked for, fastest first."""
+        return self.ram, self.ssd
+
+    @property
+    def index(self) -> Index:
+        return self.ssd.index
+
     def entry(self, key: bytes) -> Entry | None:
         held = self.ram.entry(key)  # first: what leaves RAM after the writer has stored it is on disk by then
-        return self._merge(self._read(lambda: self.index.entry(key)), held)
+        return self._merge(self._read(lambda: self.ssd.entry(key)), held)
 
     def children(self, parent: bytes, tokens: bytes) -> list[Entry]:
         held = {e.key: e for e in self.ram.children(parent, tokens)}
-        disk = {e.key: e for e in self._read(lambda: self.index.children(parent, tokens)) or []}
+        disk = {e.key: e for e in self._read(lambda: self.ssd.children(parent, tokens)) or []}
         merged = (self._merge(disk.get(key), held.get(key) or self.ram.entry(key)) for key in {**held, **disk})
         return sorted((e for e in merged if e is not None), key=lambda e: e.end, reverse=True)
 

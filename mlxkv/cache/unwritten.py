@@ -69,6 +69,10 @@ class UnwrittenStore(PrefixStore):
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
         self.restores.close(timeout)
         self.writer.close(timeout)
+        if self.shared is not None:
+            self.shared.close(timeout)
+        if self.remote is not None:
+            self.remote.close(timeout)
         if self.legacy is not None:
             self.legacy.close(self)
         self.index.close()

@@ -64,7 +64,8 @@ class Writer:
     for. ``busy`` says whether a request is running: tips are not written meanwhile, and nothing is merged. ``merger``
     makes what merges, from a commit and a function that says whether it has to stop. ``store`` is the store's id in the
     ledger, ``pinned`` says what must not be evicted now, ``share`` which part of the budget one model may have when
-    space is short. ``stopped``: why nothing can be written from the start, if that is so."""
+    space is short. ``stopped``: why nothing can be written from the start, if that is so. ``stored`` is told which
+    entries have become durable."""
 
     def __init__(
         self,
@@ -83,11 +84,12 @@ class Writer:
         merger: Callable[[Commit, Callable[[], bool]], Merger],
         busy: Callable[[], bool] = lambda: False,
         stopped: str = "",
+        stored: Callable[[bytes], None] = lambda key: None,
     ) -> None:
         self._folder, self._planner, self._limit, self._floor = folder, planner, limit, floor
         self._ram, self._keeper, self._idle_s, self._busy = ram, keeper, idle_s, busy
         self._store, self._pinned, self._share = store, pinned, share
-        self._make_merger = merger
+        self._make_merger, self._stored = merger, stored
         self._merger: Merger | None = None
         self._unmerged = True  # something was written since the last pass, perhaps by the process before
         self._touched: set[bytes] = set()
@@ -327,6 +329,7 @@ class Writer:
             pinned=self._pins,
             share=self._share,
             floor=self._floor,
+            stored=self._stored,
         )
 
     def _do(self, commit: Commit, job: Job) -> None:

@@ -64,7 +64,7 @@ def examine(flags: Flags, selftest: bool) -> Iterator[Check]:
         settings, problem = Settings(), Check("config", "fail", error.message, error.cure)
     yield problem or _config(settings)
     checks: list[Callable[[], Iterator[Check]]] = [_system, _device, _memory]
-    checks += [lambda: _cache_folder(settings), _sessions, lambda: _model(settings)]
+    checks += [lambda: _cache_folder(settings), lambda: _object_store(settings), _sessions, lambda: _model(settings)]
     if selftest:
         checks.append(_selftest)
     for check in checks:
@@ -206,6 +206,18 @@ def _writable(folder: Path, there: Path, allow_unprotected: bool) -> Check:
     open_to_others = stat.S_IMODE(folder.stat().st_mode) & 0o077
     cure = f"chmod 700 {folder}" if open_to_others else ""
     return Check("cache", "warn" if open_to_others else "ok", str(folder), cure)
+
+
+def _object_store(settings: Settings) -> Iterator[Check]:
+    """Whether the store answers, and an object can be put, read and removed there."""
+    if settings.object_store is None:
+        return
+    from ..cache.objects.probe import probe
+
+    found = probe(settings.object_store, settings.object_store_secret(), settings.object_timeout)
+    yield Check("object store", found.status, found.detail, found.cure)
+    if not settings.cache:
+        yield Check("object store", "warn", "not used: the cache is switched off", "Leave out --no-cache.")
 
 
 def _sessions() -> Iterator[Check]:

@@ -84,6 +84,25 @@ ENGINE = CACHE_DIR | _group(
             f"Cache folders of oMLX to read where nothing is stored yet, {os.pathsep} between them.",
             {"metavar": "DIRS"},
         ),
+        "object_store": (
+            str | None,
+            ("--object-store",),
+            "Store shared by machines: s3://bucket/prefix (with AWS_* variables), gs://, az:// or file:///folder; "
+            "off for none.",
+            {"metavar": "URL"},
+        ),
+        "object_timeout": (
+            str | None,
+            ("--object-timeout",),
+            "How long a request waits for the object store at most (default 5s).",
+            {"metavar": "TIME"},
+        ),
+        "object_secret_file": (
+            str | None,
+            ("--object-secret-file",),
+            "A file with the secret that encrypts what is in the object store; or MLXKV_OBJECT_SECRET.",
+            {"metavar": "FILE"},
+        ),
         "split": (
             str | None,
             ("--split",),

@@ -108,7 +108,10 @@ class Engine:
     of live state up to which a step is submitted early, 0 = never. ram_budget: bytes of the store's records kept in
     RAM; None: 1/16 of memory, at most 2 GiB; 0: none. write_budget: bytes that the store may write a day; None: 100 GB.
     legacy_dirs: cache folders of oMLX's that are read, at most 20 s a request, where the store itself knows nothing
-    further; only those that an import was given --assume-same-weights for.
+    further; only those that an import was given --assume-same-weights for. object_store: URL of an object store that
+    machines share (s3://bucket/prefix, gs://, az://, file:///folder; docs/object-store.md): what is stored here is sent
+    there, and what this folder lacks is looked for there. object_timeout: seconds that a request waits for it at most.
+    object_secret: encrypts what is there.
     memory_limit: bytes that weights, live caches and records in RAM may take together: where a request's caches need
     more, RAM keeps less meanwhile; None: what Metal recommends, elsewhere three quarters of memory. wired: bytes to
     wire on Metal (a raised limit can panic a Mac; off by default). max_queue: requests that may wait. watchdog_s:
@@ -144,6 +147,9 @@ class Engine:
         ram_budget: int | None = None,
         write_budget: int | None = None,
         legacy_dirs: Sequence[Path | str] = (),
+        object_store: str | None = None,
+        object_timeout: float = 5.0,
+        object_secret: str | None = None,
         memory_limit: int | None = None,
         max_queue: int = 256,
         watchdog_s: float = 300.0,
@@ -172,6 +178,9 @@ class Engine:
             ram_budget=ram_budget,
             write_budget=write_budget,
             legacy_dirs=tuple(Path(d).expanduser() for d in legacy_dirs),
+            object_store=object_store,
+            object_timeout=object_timeout,
+            object_secret=object_secret,
             memory_limit=memory_limit,
             progress=progress,
         )

@@ -133,6 +133,7 @@ def looking(runtime: Runtime, options: Options) -> PrefixStore:
     assert own is not None
     if isinstance(own, UnwrittenStore):  # which never does anything else
         return own
+    asked, own.remote = own.remote, None  # it is asked as a request would; what comes from there is not kept
     own.close()
     store = LookingStore(
         Path(str(options.cache_dir)),
@@ -143,5 +144,5 @@ def looking(runtime: Runtime, options: Options) -> PrefixStore:
         allow_unprotected=options.allow_unprotected,
         software=own.software,
     )
-    store.legacy = own.legacy
+    store.legacy, store.remote = own.legacy, asked
     return store

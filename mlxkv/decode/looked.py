@@ -42,6 +42,8 @@ def look(loop: Loop, request: Request, most: int) -> Looked:
     why = REASONS[reason] if reason else ""
     if plan.unasked:
         why += "; oMLX's folders would be asked for more"
+    if reason and store.remote is not None:
+        why += f"; the {store.remote.connector.source} store would be asked for more"
     lookup = Lookup(plan.position, _tier(store, plan), reason, None if reason is None else plan.position)
     same, stored = furthest(store.view, store.space(request.salt), tokens)
     return Looked(tokens, lookup, why, same, unpack(stored[: 4 * most]))

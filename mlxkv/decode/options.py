@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ..cache.objects.url import check_url
 from ..cache.tensors import check_store_bits
 from ..errors import ConfigError
 
@@ -42,6 +43,9 @@ class Options:
     ram_budget: int | None = None
     write_budget: int | None = None
     legacy_dirs: tuple[Path, ...] = ()
+    object_store: str | None = None
+    object_timeout: float = 5.0
+    object_secret: str | None = field(default=None, repr=False)
     memory_limit: int | None = None
     progress: Callable[[str, int, int], None] | None = None
 
@@ -63,6 +67,12 @@ class Options:
             raise ConfigError(f"The number of rows is {self.max_rows}.", "It must be from 1 to 256.")
         if self.compile not in ("auto", "on", "off"):
             raise ConfigError(f"The setting of compile is {self.compile!r}.", "It must be auto, on or off.")
+        if self.object_store is not None:
+            check_url(self.object_store)
+        if not 0 < self.object_timeout <= 3600:
+            raise ConfigError(
+                f"The object store's time is {self.object_timeout} seconds.", "It must be more than 0, at most 3600."
+            )
         self._check_drafts()
 
     def _check_drafts(self) -> None:
@@ -84,6 +94,7 @@ class EngineInfo:
     """What is loaded. ``store_off`` says why nothing is kept, None if the prefix store is on; ``disk_off`` why nothing
     is kept on disk, though in RAM, None if it is; ``reads_disk``: what is on disk is served. ``layout`` names the state
     kinds of the model, for instance ``6 recurrent, 2 growing``. load_s in seconds, context_length in tokens.
+    ``object_store``: the URL of the store that is shared, None where there is none.
     ``drafter``: what drafts, None where nothing does (``drafts_off`` says why); ``drafts``: at most so many a cycle."""
 
     name: str
@@ -100,6 +111,7 @@ class EngineInfo:
     disk_off: str | None = None
     reads_disk: bool = True
     notes: tuple[str, ...] = ()
+    object_store: str | None = None
     drafter: str | None = None
     drafts: int = 0
     drafts_off: str | None = None

@@ -24,6 +24,8 @@ from ..cache.keys import Identity  # noqa: E402
 from ..cache.layout import Layout, probe  # noqa: E402
 from ..cache.legacy.omlx_keys import our_names  # noqa: E402
 from ..cache.legacy.tier import LegacyTier  # noqa: E402
+from ..cache.objects.shared import share  # noqa: E402
+from ..cache.objects.tier import ObjectTier  # noqa: E402
 from ..cache.policy import LADDER, Policy  # noqa: E402
 from ..cache.ring import with_rings  # noqa: E402
 from ..cache.store import PrefixStore  # noqa: E402
@@ -117,6 +119,11 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
     live: Layout | None = None
     store: PrefixStore | None = None
     off = None if options.cache_dir is not None else "it was switched off"
+    tier: ObjectTier | None = None
+    if options.object_store is not None and options.cache_dir is not None:  # what cannot work is told before loading
+        tier = ObjectTier(
+            options.object_store, options.block_size, options.object_secret, seconds=options.object_timeout
+        )
     disk_off: str | None = None
     try:
         layout = live = probe(headed or model, make_cache)
@@ -163,6 +170,10 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         store.legacy = LegacyTier(options.legacy_dirs, our_names(loaded.name, loaded.path))
     if store is not None:
         memory.share(store.ram)
+        if tier is not None:
+            share(store, tier)
+    if options.object_store is not None and (store is None or tier is None):
+        notes.append(f"The object store is not used: the prefix store is off ({off or disk_off}).")
     split = Split()
     if layout is not None:
         split = _split(options.split, now.device, headed or model, make_cache, layout, spans)
@@ -183,6 +194,7 @@ def open_runtime(options: Options) -> tuple[Runtime, EngineInfo]:
         reads_disk=store is not None and (not isinstance(store, UnwrittenStore) or store.reads),
         cache_dir=options.cache_dir,
         notes=tuple(notes),
+        object_store=options.object_store if store is not None else None,
         drafter=drafting.drafter.name if drafting is not None else None,
         drafts=drafting.most if drafting is not None else 0,
         drafts_off=drafts_off,

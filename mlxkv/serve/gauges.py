@@ -108,6 +108,19 @@ class EngineCollector(Collector):
                 for reason, times in store.faults.items():
                     put(counter, "prefix_cache_faults", "Damage and failures of the store.", times, reason=reason)
                 put(gauge, "prefix_cache_waiting_bytes", "Bytes that wait to be written.", store.waiting_bytes)
+                if (objects := store.objects) is not None:
+                    text = "1 if the object store answered when it was last asked, else 0."
+                    put(gauge, "prefix_cache_objects_answer", text, float(objects.answers))
+                    put(counter, "prefix_cache_objects_asked", "Requests that looked there.", objects.asked)
+                    put(counter, "prefix_cache_objects_served", "Requests that got something.", objects.served)
+                    put(counter, "prefix_cache_objects_sent_bytes", "Bytes sent there.", objects.uploaded_bytes)
+                    put(counter, "prefix_cache_objects_sent_records", "Records sent there.", objects.uploaded_records)
+                    text = "Attempts to send that failed."
+                    put(counter, "prefix_cache_objects_send_faults", text, objects.upload_faults)
+                    put(gauge, "prefix_cache_objects_waiting", "Entries that wait to be sent.", objects.waiting)
+                    for reason, times in objects.faults.items():
+                        text = "Look-ups and downloads that failed."
+                        put(counter, "prefix_cache_objects_faults", text, times, reason=reason)
                 put(gauge, "prefix_cache_ram_bytes", "Bytes of records that RAM holds.", store.ram_bytes)
                 put(gauge, "prefix_cache_ram_budget_bytes", "Bytes that it may hold now.", store.ram_budget)
                 if store.budget is not None:

@@ -164,3 +164,8 @@ class Model(nn.Module):
         """What stays as it is when weights are cast: the reference keeps these in float32."""
         kept = ("attn_hc.", "ffn_hc.", "hc_head.", "sinks", "e_score_correction_bias", "compressor.", "gate.weight")
         return lambda name: not any(part in name for part in kept)
+
+    @property
+    def quant_predicate(self) -> Callable[[str, nn.Module], bool]:
+        """What may be quantised: the reference keeps what makes entries, and what chooses them, as it is."""
+        return lambda name, module: "compressor." not in name and not name.endswith("weights_proj")

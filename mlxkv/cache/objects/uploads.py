@@ -1,0 +1,268 @@
+"""Uploads: what has become durable here is sent to the object store, in the background, one entry after the other.
+
+A thread with an index of its own, which never touches MLX. Records are read and verified before they are sent. A full
+block is sent whole, whatever its pieces are here; a leaf as it is where its rows begin at the start of its block or
+after a leaf that is there already, else whole too: who downloads needs nothing whose name it cannot compute. What is
+there is not sent again. Nothing is written down: after a restart, the entries that were used last are compared with
+what is there, so that what was interrupted, or stored while the store could not be reached, goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ..folder import CacheFolder
+from ..index import Entry, Index
+from ..keys import KeySpace
+from ..layout import Layout
+from ..planner import Piece, Planner
+from ..record import Body, Meta, MissingRecord, Reader, RecordError, encode
+from .names import file_name, parse
+from .place import describe
+from .tier import ObjectTier
+
+log = logging.getLogger("mlxkv.cache")
+
+#: entries that wait to be sent at most; beyond it the oldest is left for the next start
+_MOST = 20_000
+#: entries that are compared with what is there after a start
+_COMPARED = 5_000
+#: seconds after the start until they are: whoever waits for the first answer goes first
+_BEGIN = 2.0
+#: seconds for a listing, and for an upload: so many, and one more for each so many bytes
+_LIST, _PUT, _RATE = 10.0, 30.0, 1 << 20
+#: seconds until the next try after a failure, at first and at most
+_AGAIN, _MOST_AGAIN = 1.0, 60.0
+#: places whose listings are remembered
+_PLACES = 1024
+
+
+class Uploads:
+    """``roots``: the key spaces that are compared after a start, asked for with the thread's index."""
+
+    def __init__(
+        self, tier: ObjectTier, folder: CacheFolder, layout: Layout, roots: Callable[[Index], list[bytes]]
+    ) -> None:
+        self._tier, self._folder, self._layout, self._roots = tier, folder, layout, roots
+        self._queue: OrderedDict[bytes, None] = OrderedDict()
+        self._backlog: deque[bytes] = deque()
+        self._compared = False
+        self._there: OrderedDict[str, set[str]] = OrderedDict()  # place -> names
+        self._until = float("inf")
+        self._closing = self._failing = False
+        self._begun = time.monotonic()
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="mlxkv-uploads", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Entries that were stored since the start and wait to be sent."""
+        return len(self._queue)
+
+    def offer(self, key: bytes) -> None:
+        """Something of this entry has become durable. Any thread."""
+        with self._wake:
+            self._queue[key] = None
+            if len(self._queue) > _MOST:
+                self._queue.popitem(last=False)
+            self._wake.notify_all()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until nothing waits to be sent, the comparison after the start excepted; False on time-out."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._queue, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Send what waits, for at most so many seconds and unless the store does not answer; the rest is for the next
+        start. False if something is still being sent."""
+        with self._wake:
+            self._closing = True
+            self._until = time.monotonic() + timeout
+            self._wake.notify_all()
+        self._thread.join(timeout + 1.0)
+        if left := len(self._queue):
+            log.info("%d entries are left to be sent to the object store after the next start", left)
+        return not self._thread.is_alive()
+
+    # the thread
+
+    def _run(self) -> None:
+        index: Index | None = None
+        again = _AGAIN
+        while (key := self._next()) is not None:
+            try:
+                if index is None or index.replaced():
+                    if index is not None:
+                        index.close()
+                    index = Index(self._folder.path)
+                if not self._compared and not key:
+                    self._compare(index)
+                    continue
+                self._send(index, key)
+            except (sqlite3.Error, RecordError, OSError) as e:
+                if not isinstance(e, TimeoutError):  # of what is here: it costs this entry
+                    self._done(key)
+                    if not isinstance(e, MissingRecord):
+                        self._tier.counters.upload_faults += 1
+                        log.info("%s is not sent to the object store: %s", key.hex()[:12], describe(e))
+                    continue
+                again = self._pause(e, again)
+            except Exception as e:
+                again = self._pause(e, again)
+            else:
+                self._failing, again = False, _AGAIN
+                self._done(key)
+        if index is not None:
+            index.close()
+
+    def _next(self) -> bytes | None:
+        """The entry to be sent now, b"" for the comparison; None: that was all."""
+        with self._wake:
+            while True:
+                if self._closing and (not self._queue or self._failing or time.monotonic() > self._until):
+                    return None
+                if self._queue:
+                    return next(iter(self._queue))
+                if self._backlog:
+                    return self._backlog[0]
+                left = self._begun + _BEGIN - time.monotonic()
+                if not self._compared and left <= 0:
+                    return b""
+                self._wake.wait(None if self._compared else left)
+
+    def _done(self, key: bytes) -> None:
+        with self._wake:
+            self._queue.pop(key, None)
+            if self._backlog and self._backlog[0] == key:
+                self._backlog.popleft()
+            if not key:
+                self._compared = True
+            self._wake.notify_all()
+
+    def _pause(self, e: Exception, seconds: float) -> float:
+        """The store does not answer; how long to wait the next time."""
+        self._tier.counters.upload_faults += 1
+        self._there.clear()
+        if not self._failing:
+            log.warning("nothing is sent to the object store for now: %s", describe(e))
+        self._failing = True
+        with self._wake:
+            self._wake.wait_for(lambda: self._closing, seconds)
+        return min(2 * seconds, _MOST_AGAIN)
+
+    def _compare(self, index: Index) -> None:
+        roots = self._roots(index)
+        marks = ",".join("?" * len(roots))
+        query = f"SELECT key FROM entries WHERE root IN ({marks}) ORDER BY used DESC LIMIT ?"
+        keys = [key for (key,) in index.execute(query, (*roots, _COMPARED)).fetchall()]
+        with self._wake:
+            self._backlog.extend(keys)
+            self._compared = True
+
+    # one entry
+
+    def _send(self, index: Index, key: bytes) -> None:
+        """Send what the store lacks of an entry. Raises what reading raises, and what the store does."""
+        entry = index.entry(key)
+        if entry is None:
+            return
+        names = self._tier.names
+        place, entry_id = names.place(entry.root, entry.parent, entry.tokens), names.id(key)
+        there = self._listed(place)
+        full = entry.end - entry.start == names.block
+        cut, pieces = self._cut(index, entry, full)
+        if not any((n := parse(name)) is not None and n[0] == entry_id and n[1] == "rows" for name in there):
+            for kind in self._layout.row_kinds[::-1]:  # rows last: they say that all is there
+                if pieces and all(kind in p.entry.kinds for p in pieces):
+                    self._put(place, file_name(entry_id, kind, cut), *self._joined(entry, pieces, kind))
+        if "state" in entry.kinds and (name := file_name(entry_id, "state", 0)) not in there:
+            with Reader.open(self._folder.file(key, "state")) as reader:
+                self._put(place, name, reader.meta, _body(reader))
+
+    def _listed(self, place: str) -> set[str]:
+        """Names of the objects in a place, without those that failed a check."""
+        tier = self._tier
+        if place not in self._there:
+            listing = tier.loop.run(tier.place.names(place, _LIST), time.monotonic() + _LIST)
+            self._there[place] = set(listing)
+            if len(self._there) > _PLACES:
+                self._there.popitem(last=False)
+        self._there.move_to_end(place)
+        return {name for name in self._there[place] if f"{place}/{name}" not in tier.bad}
+
+    def _cut(self, index: Index, entry: Entry, full: bool) -> tuple[int, list[Piece]]:
+        """Where the rows that are sent begin, in tokens of the entry, and the pieces that hold them; no pieces where
+        some are not here."""
+        pieces = Planner(index, KeySpace(entry.root, self._tier.names.block), self._layout).pieces(entry)
+        if pieces is None or not pieces:
+            return 0, []
+        cut, names = entry.row_start - entry.start, self._tier.names
+        if full or not 0 < cut < entry.end - entry.start or pieces[-1].entry.key != entry.key:
+            return 0, pieces
+        before = entry.tokens[: 4 * cut]
+        base = KeySpace(entry.root, names.block).key_packed(entry.parent, before)
+        if base != entry.base:
+            return 0, pieces
+        base_id = names.id(base)
+        there = (parse(name) for name in self._listed(names.place(entry.root, entry.parent, before)))
+        known = any(n is not None and n[:2] == (base_id, "rows") for n in there)
+        return (cut, pieces[-1:]) if known else (0, pieces)
+
+    def _joined(self, entry: Entry, pieces: list[Piece], kind: str) -> tuple[Meta, Body]:
+        """The rows of the pieces as one record of the entry. Raises RecordError."""
+        specs = self._layout.tensors(kind)
+        parts: dict[str, list[np.ndarray]] = {t.name: [] for t in specs}
+        meta: Meta | None = None
+        for piece in pieces:
+            with Reader.open(self._folder.file(piece.entry.key, kind)) as reader:
+                m = reader.meta
+                if (m.kind, m.key, m.root) != (kind, piece.entry.key, entry.root) or m.row_start > piece.start:
+                    raise RecordError("the file holds another record than its name says")
+                if pieces == [piece] and piece.entry.key == entry.key and m.row_start == piece.start:
+                    return m, _body(reader)
+                reader.require(specs, m.end - m.row_start)
+                meta = m if piece.entry.key == entry.key else meta
+                for t in specs:
+                    rows = reader.read(t.name)
+                    parts[t.name].append(rows[:, :, piece.start - m.row_start : piece.end - m.row_start])
+        arrays = {t.name: (t.dtype, np.ascontiguousarray(np.concatenate(parts[t.name], axis=2))) for t in specs}
+        meta = meta or self._meta(entry)
+        return replace(meta, kind=kind, row_start=pieces[0].start, base=None), Body.of(arrays)
+
+    def _meta(self, entry: Entry) -> Meta:
+        """Of an entry whose rows are in another's file. Raises RecordError."""
+        for kind in sorted(entry.kinds):
+            with contextlib.suppress(MissingRecord), Reader.open(self._folder.file(entry.key, kind)) as reader:
+                if reader.meta.key == entry.key:
+                    return reader.meta
+        raise MissingRecord("no file of the entry is left")
+
+    def _put(self, place: str, name: str, meta: Meta, body: Body) -> None:
+        tier = self._tier
+        header, data = encode(meta, body)
+        secret = tier.secret
+        whole = b"".join([header, *data]) if secret is None else secret.seal(meta.key, meta.kind, [header, *data])
+        within = _PUT + len(whole) / _RATE
+        until = min(time.monotonic() + within, self._until)
+        path = f"{place}/{name}"
+        tier.loop.run(tier.place.put(path, whole, within), until, lambda: time.monotonic() > self._until)
+        self._there.setdefault(place, set()).add(name)
+        tier.bad.discard(path)
+        tier.counters.uploaded_records += 1
+        tier.counters.uploaded_bytes += len(whole)
+        tier.outage.up()
+
+
+def _body(reader: Reader) -> Body:
+    """All tensors of a record, verified. Raises RecordError."""
+    return Body({name: (spec[0], reader.read(name)) for name, spec in reader.tensors.items()}, dict(reader.sums))
