@@ -209,6 +209,24 @@ def test_a_cache_refuses_what_it_cannot_take_back(spare):
         walk.state.commit(1, spare + 12)
 
 
+@pytest.mark.parametrize(("ratio", "overlap", "spare"), SHAPES)
+def test_it_goes_back_as_far_as_it_says(ratio, overlap, spare):
+    """Of a long chunk only some of the rows that a ring has room for are written."""
+    for n in range(2 * ratio + 9, 2 * ratio + 14):
+        walk = Walk(ratio, overlap, spare, poison=False)
+        walk.forward(n)
+        # the window's own rows are not looked at: it is the rings that say how far
+        most = min(m.rewindable() for m in walk.state.members or () if m.record == "state")
+        assert most < n - ratio
+        for ring in walk.rings[1:]:
+            with pytest.raises(PositionError, match="cannot go back"):
+                ring.back(most + 1)
+            ring.back(most)
+        walk.cache.latents.offset = walk.state.position = n - most
+        walk.forward(3 * ratio)
+        assert not walk.wrong - {"raw"}
+
+
 def test_rows_that_were_never_there_are_not_given():
     """After a resume a ring holds what the store kept, and no more: rows before that are zeros."""
     walk = Walk(4, True, 8, poison=False)
