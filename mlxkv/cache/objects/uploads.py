@@ -82,6 +82,13 @@ class Uploads:
         with self._wake:
             return self._wake.wait_for(lambda: not self._queue, timeout)
 
+    def wait_compared(self, timeout: float) -> bool:
+        """Have what was here at the start compared now, and wait until all is sent; False on time-out."""
+        with self._wake:
+            self._begun = float("-inf")
+            self._wake.notify_all()
+            return self._wake.wait_for(lambda: self._compared and not self._backlog and not self._queue, timeout)
+
     def close(self, timeout: float) -> bool:
         """Send what waits, for at most so many seconds and unless the store does not answer; the rest is for the next
         start. False if something is still being sent."""
