@@ -68,11 +68,11 @@ class Local(Connector):
 class Question:
     """What one request asks a remote connector. It must not be changed.
 
-    Rows [0, ``asked``) are here, ``asked`` is a multiple of the block. Every member can stand at ``common``, which is
-    less than ``asked`` only for connectors that support it: then the rows from ``common`` on want a state. Nothing
-    after ``limit`` is of use, and no more than ``most`` bytes are wanted. ``until``: when it must have been answered
-    and delivered, ``time.monotonic()``. ``stopped()``: nobody waits any more. ``request`` is unlike that of other
-    requests that are under way.
+    Rows [0, ``asked``) are here, as full blocks: a leaf among them brings its own. ``asked`` is a multiple of the
+    block. Every member can stand at ``common``: in the block that begins at ``asked``, or before it, which only a
+    connector that supports it is asked; then what stands further is wanted. Nothing after ``limit`` is of use, and no
+    more than ``most`` bytes are wanted. ``until``: when it must have been answered and delivered, ``time.monotonic()``.
+    ``stopped()``: nobody waits any more. ``request`` is unlike that of other requests that are under way.
     """
 
     tokens: Sequence[int]

@@ -77,9 +77,9 @@ class RemoteTier:
             self._late.append(exchange)
 
     def close(self, timeout: float) -> None:
-        """Once no request asks any more; waits for at most so many seconds."""
+        """Once no request asks any more, and all have been told so; waits for at most so many seconds."""
         until = time.monotonic() + timeout
-        self.readers.wait(timeout)
+        self.readers.wait(min(timeout, 2 * GRACE))  # they have been told that nobody waits
         self._late = [late for late in self._late if not late.tidy()]
         self.connector.close(max(0.0, until - time.monotonic()))
 
@@ -206,12 +206,17 @@ class Exchange:
         except Exception as e:  # an index that cannot be read
             self._failed("io_error", f"the index: {e}")
             return
+        keys = [d.meta.key for d in todo]
         for draft in reversed(todo):  # what others hang on is the last to leave RAM
             store.ram.put(draft, pin=True)
-        if not (todo and store.keeps and store.writer.submit(todo)):
-            self._held = [d.meta.key for d in todo]
+        self._held = keys  # until the request has it, whatever the writer can do with it
+        if todo and store.keeps:
+            for draft in todo:
+                store.ram.put(draft, pin=True)
+            if not store.writer.submit(todo):
+                store.ram.unpin(keys)
         self.tier.counters.bytes += sum(d.nbytes for d in todo)
-        self.keys = frozenset(d.meta.key for d in todo)
+        self.keys = frozenset(keys)
 
     def _is_ours(self, draft: Draft) -> bool:
         """Whether a draft is of this prompt: nothing else is taken in."""
