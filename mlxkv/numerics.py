@@ -40,7 +40,7 @@ _PLACES = (
 #: how long OpenBLAS's threads spin for more work, as a power of two in clock cycles: some 0.1 ms. By its own default of
 #: about 0.1 s they take a core of the steps after a prompt or a cycle (0.90 to 0.95 of their speed on two cores), and
 #: prompts are read no faster for it.
-_SPIN = {"OPENBLAS_THREAD_TIMEOUT": "18"}
+SPIN = {"OPENBLAS_THREAD_TIMEOUT": "18"}
 _FOREIGN = ("openblas_get_config", "mkl_get_version", "bli_info_get_version_str", "nvpl_blas_get_version")
 
 
@@ -176,7 +176,7 @@ def _load(path: str) -> str:
     """Put a BLAS into the global symbol scope; gives back its name and version. Raises ConfigError."""
     cure = "MLXKV_BLAS must be auto, none or the path of a BLAS library that loads."
     try:
-        with _environment(_SPIN):  # read once, by the first one that loads it
+        with _environment(SPIN):  # read once, by the first one that loads it
             library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
         if not hasattr(library, "cblas_sgemm"):
             raise ConfigError(f"{path} has no cblas_sgemm, so it is no BLAS that MLX can use.", cure)

@@ -91,6 +91,7 @@ ARCHITECTURES = {
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
 }
 
 
@@ -124,6 +125,43 @@ _LONGCAT = {
     "rope_theta": 10000.0,
     "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True,
+}
+#: architectures that mlx-lm has not; the comment is as for ``MORE``
+OWN: dict[str, dict[str, Any]] = {
+    # CompressedCache: a window of 8 rows, alone, with the 3 best entries of 4 tokens each, with all entries of 8
+    "deepseek_v4": {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_hash_layers": 1,
+        "scoring_func": "sqrtsoftplus",
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 8,
+        "compress_ratios": [0, 4, 8, 4],
+        "compress_rope_theta": 160000.0,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 256},
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "index_topk": 3,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 4,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
 }
 #: models that only tests of prediction heads need
 HEADED: dict[str, dict[str, Any]] = {

@@ -16,12 +16,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
-from tests.architectures import ARCHITECTURES, HEADED, MORE, SUITE, VOCAB
+from mlxkv.models.architectures import classes
+from tests.architectures import ARCHITECTURES, HEADED, MORE, OWN, SUITE, VOCAB
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = VOCAB - 1
@@ -40,11 +40,12 @@ _PAIRS = (
 
 ARCHS = tuple(SUITE)
 MORE_ARCHS = tuple(MORE)
+OWN_ARCHS = tuple(OWN)
 
 
 def config(arch: str, **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model; an override goes to ``text_config`` if the key stands there."""
-    made = json.loads(json.dumps((SUITE | MORE | HEADED)[arch]))  # a deep copy
+    made = json.loads(json.dumps((SUITE | MORE | OWN | HEADED)[arch]))  # a deep copy
     made |= {
         "model_type": arch,
         "architectures": [ARCHITECTURES.get(arch, arch)],
@@ -61,7 +62,7 @@ def config(arch: str, **overrides: Any) -> dict[str, Any]:
 def build(arch: str, *, seed: int = 0, **overrides: Any) -> tuple[nn.Module, dict[str, Any]]:
     """The model in memory (eval mode, evaluated) and its config."""
     made = config(arch, **overrides)
-    model_class, args_class = _get_classes(made)
+    model_class, args_class = classes(made)
     model = model_class(args_class.from_dict(json.loads(json.dumps(made))))
     weights = {}
     for i, (name, old) in enumerate(sorted(tree_flatten(model.parameters()))):
@@ -138,6 +139,9 @@ def ids(n: int, seed: int = 0) -> list[int]:
 
 def _weight(name: str, old: mx.array, key: mx.array) -> mx.array:
     shape = old.shape
+    if name.endswith("tid2eid"):  # one of the experts first, then those that follow it, for each token
+        experts = mx.random.randint(0, 4, (shape[0], 1), key=key) + mx.arange(shape[1])
+        return (experts % 4).astype(old.dtype)
     if name.endswith("A_log"):
         return mx.log(mx.random.uniform(0.02, 0.4, shape, key=key))
     if name.endswith("dt_bias"):

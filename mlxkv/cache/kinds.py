@@ -216,12 +216,11 @@ class Window(_Rows):
 
 
 class Chunked(_Rows):
-    """Attention within chunks: ``maybe_trim_front`` leaves the last ``chunk_size`` rows (``ChunkedKVCache``).
+    """Attention within chunks: a token sees no row of an earlier chunk than its own (``ChunkedKVCache``).
 
-    Stored like a window, not like growing rows: to resume, at most ``chunk_size`` rows are read however long the
-    prompt is. All of [position − chunk_size, position), although a chunk that has just begun attends to fewer: which
-    rows a mask hides is the model's affair, and with the rows and the ``start_position`` that the class itself has
-    before its next update a restored run has the same bits as one that stayed in memory.
+    Stored like a window, not like growing rows: to resume at p, only rows [p // chunk · chunk, p) are read, none where
+    a chunk begins. That is what is left of a run in memory at a boundary, too, so that both go on with the same bits.
+    ``maybe_trim_front`` leaves up to ``chunk_size`` rows before a forward; its mask hides those of the chunk before.
     """
 
     kind = "chunked"
@@ -233,6 +232,10 @@ class Chunked(_Rows):
 
     def window(self) -> int:
         return self.cache.chunk_size
+
+    def _first(self, position: int) -> int:
+        """The first row that is seen from ``position`` on."""
+        return position // self.cache.chunk_size * self.cache.chunk_size
 
     def hold(self) -> Any:
         keys, values, offset, size, start = self.cache.state
@@ -248,9 +251,9 @@ class Chunked(_Rows):
         return {name: array[..., a - start : b - start, :] for name, array in self.arrays().items()}
 
     def rewindable(self) -> int:
-        # what stays must be what maybe_trim_front would have left there
-        start, offset = self.cache.start_position, self.cache.offset
-        return offset if start == 0 else max(0, offset - self.cache.chunk_size - start)
+        # to where the chunk of the first row that is held begins, or the next one if its first rows are gone
+        whole = -self._first(-self.cache.start_position)
+        return max(0, self.cache.offset - whole)
 
     def most_drafts(self) -> int | None:
         # rows are cut off before a forward only, so that all rows of the last one can go: what stays is what
@@ -261,12 +264,15 @@ class Chunked(_Rows):
         if self.cache.keys is None:
             return
         offset = self.cache.offset
-        rows = self.rows(max(0, offset - self.cache.chunk_size), offset)
+        rows = self.rows(self._first(offset), offset)
         self.resume({name: mx.contiguous(v) for name, v in rows.items()}, offset)
 
     def resume(self, arrays: Arrays, position: int) -> None:
-        size = self.cache.chunk_size
-        self.cache.state = (arrays["keys"], arrays["values"], position, size, max(0, position - size))
+        first = self._first(position)
+        keys, values = (arrays["keys"], arrays["values"]) if first < position else (None, None)
+        if keys is not None and keys.shape[2] != position - first:
+            raise PositionError(f"Member {self.label} needs rows [{first}, {position}), not {keys.shape[2]} rows.")
+        self.cache.state = (keys, values, position, self.cache.chunk_size, first)
 
 
 class Recurrent(Member):

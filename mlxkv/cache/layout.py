@@ -15,6 +15,7 @@ from ..errors import MlxkvError
 from .kinds import members_of
 from .member import Member
 from .packing import Packing
+from .rules import spans
 from .state import SequenceState
 from .tensors import RECORD_KINDS, ROW_KINDS, TensorSpec, check_store_bits
 
@@ -69,13 +70,7 @@ class MemberSpec:
 
     def needs(self, position: int) -> list[tuple[int, int]]:
         """The spans of rows that must be there to resume at ``position``, in order and disjoint."""
-        if self.record == "state":
-            return []
-        if self.window is None or position <= self.keep + self.window:
-            spans = [(0, position)]
-        else:
-            spans = [(0, self.keep), (position - self.window, position)]
-        return [(a, b) for a, b in spans if a < b]
+        return spans(self, position)
 
 
 @dataclass(frozen=True)
@@ -144,9 +139,10 @@ class Layout:
         """What the members of these record kinds hold; ``tensors`` are what records have of it."""
         return [t for m in self.members if m.record in kinds for t in m.tensors]
 
-    def fits(self, kinds: tuple[str, ...], arrays: dict[str, mx.array], rows: int) -> bool:
-        """Whether ``arrays`` are just what the members of these record kinds hold of ``rows`` rows."""
-        want = {t.name: (t.dtype, t.sized(rows)) for t in self.held(*kinds)}
+    def fits(self, kinds: tuple[str, ...], arrays: dict[str, mx.array], tokens: int, start: int = 0) -> bool:
+        """Whether ``arrays`` are just what the members of these record kinds hold of ``tokens`` tokens from ``start``
+        on."""
+        want = {t.name: (t.dtype, t.sized(tokens, start)) for t in self.held(*kinds)}
         return want == {name: (DTYPE_NAME.get(a.dtype), a.shape) for name, a in arrays.items()}
 
     def describe(self) -> str:
@@ -174,8 +170,8 @@ def _spec(member: Member) -> MemberSpec:
             if array.ndim != 4:
                 raise LayoutError(f"Member {member.label} keeps rows in {array.ndim} dimensions, not 4.")
             shape[2] = 0
-        tensors.append(TensorSpec(tensor_name(member, name), DTYPE_NAME[array.dtype], tuple(shape)))
-    return MemberSpec(
+        tensors.append(TensorSpec(tensor_name(member, name), DTYPE_NAME[array.dtype], tuple(shape), member.per()))
+    spec = MemberSpec(
         path=member.path,
         kind=member.kind,
         record=member.record,
@@ -185,14 +181,16 @@ def _spec(member: Member) -> MemberSpec:
         tensors=tuple(tensors),
         packable=member.packable,
     )
+    spec.needs(1)
+    return spec
 
 
 def probe(model: Callable[..., mx.array], make_cache: Callable[[], list[Any]]) -> Layout:
     """The layout that ``model`` really uses, seen on a throw-away cache once two forwards leave the same shapes: a
     slot may take a few tokens to fill.
 
-    Raises UnknownCache for a class without a kind, LayoutError where shapes or dtypes do not settle, PositionError
-    where a member does not count its tokens.
+    Raises UnknownCache for a class without a kind, RuleError for a kind without a rule, LayoutError where shapes or
+    dtypes do not settle, PositionError where a member does not count its tokens.
     """
     caches = make_cache()
     state = SequenceState(caches, members_of(caches))

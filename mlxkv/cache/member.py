@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..errors import MlxkvError
 
 if TYPE_CHECKING:
+    from .compress.geometry import Geometry
     from .inside import Inside
 
 Arrays = dict[str, mx.array]
@@ -57,6 +58,11 @@ class Member(ABC):
         return ".".join(map(str, self.path))
 
     @property
+    def geometry(self) -> Geometry | None:
+        """The numbers of the ring in which it keeps rows that later entries are made of; None where it keeps none."""
+        return None
+
+    @property
     def position(self) -> int | None:
         """Absolute position this member stands at; None where its class does not know."""
         return None
@@ -80,6 +86,10 @@ class Member(ABC):
     def rows(self, a: int, b: int) -> Arrays:
         """Rows [a, b) as lazy slices, in order of position. Raises PositionError for rows that are not held."""
         raise NotImplementedError(self.kind)
+
+    def per(self) -> int:
+        """Tokens a row: of tokens [a, b) there are rows [a // per, b // per)."""
+        return 1
 
     def window(self) -> int | None:
         """How many of the last rows must survive to resume; None for all."""

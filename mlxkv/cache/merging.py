@@ -174,7 +174,8 @@ class Merger:
                     m = self._checked(reader, piece, kind)
                     reader.require(specs, m.end - m.row_start)
                     for t in specs:
-                        parts[t.name].append(reader.read(t.name)[:, :, piece.row_start - m.row_start :])
+                        own = t.part(piece.row_start, m.end, m.row_start)
+                        parts[t.name].append(reader.read(t.name)[:, :, own])
                 meta = m if kind == "rows" else meta
             bodies[kind] = Body.of(
                 {t.name: (t.dtype, np.ascontiguousarray(np.concatenate(parts[t.name], axis=2))) for t in specs}

@@ -277,9 +277,10 @@ class RamReader:
     meta: Meta
     body: Body
 
-    def require(self, specs: Sequence[TensorSpec], rows: int) -> None:
-        """Raises RecordError unless exactly these tensors are there, with these shapes and dtypes."""
-        want = {t.name: (t.dtype, t.sized(rows)) for t in specs}
+    def require(self, specs: Sequence[TensorSpec], tokens: int) -> None:
+        """Raises RecordError unless exactly these tensors are there, with the shapes and dtypes of ``tokens`` tokens
+        from the first one with rows on."""
+        want = {t.name: (t.dtype, t.sized(tokens, self.meta.row_start)) for t in specs}
         have = {name: (dtype, array.shape) for name, (dtype, array) in self.body.arrays.items()}
         if want != have or set(self.body.sums) != set(have):
             raise RecordError("tensors, shapes or dtypes are not those of the layout")

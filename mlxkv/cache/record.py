@@ -385,9 +385,11 @@ class Reader:
         meta, sums, tensors, gaps = parse_header(text, size)
         return cls(path, fd, meta, sums, 8 + length, size, tensors, gaps)
 
-    def require(self, specs: Sequence[TensorSpec], rows: int) -> None:
-        """Raises RecordError unless exactly these tensors are there, with these shapes and dtypes."""
-        want = {t.name: (t.dtype, t.sized(rows), t.nbytes(rows)) for t in specs}
+    def require(self, specs: Sequence[TensorSpec], tokens: int) -> None:
+        """Raises RecordError unless exactly these tensors are there, with the shapes and dtypes of ``tokens`` tokens
+        from the first one with rows on."""
+        start = self.meta.row_start
+        want = {t.name: (t.dtype, t.sized(tokens, start), t.nbytes(tokens, start)) for t in specs}
         have = {name: (dtype, shape, b - a) for name, (dtype, shape, a, b) in self.tensors.items()}
         if want != have or set(self.sums) != set(have):
             raise RecordError("tensors, shapes or dtypes are not those of the layout")

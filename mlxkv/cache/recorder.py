@@ -26,6 +26,7 @@ from .planner import Plan
 from .ram import Draft
 from .record import Body, HostArrays, Meta
 from .state import Member, PositionError
+from .tensors import TensorSpec
 from .tiers import Handover
 
 log = logging.getLogger("mlxkv.cache")
@@ -130,7 +131,7 @@ class Recorder:
         members = [m for m in self.state.members or () if m.record == "state"]
         states = {p: {m: m.state_at(p, inside) for m in members} for p in inside.positions} if inside else {}
         self.state.catch_up()
-        arrays = self._capture(self.layout.row_kinds, lambda member: member.rows(a, b), b - a)
+        arrays = self._capture(self.layout.row_kinds, lambda member: member.rows(a, b), b - a, a)
         if arrays is None:
             return
         self._rows.append(_Rows(a, b, arrays))
@@ -225,7 +226,7 @@ class Recorder:
         rows: dict[str, HostArrays] = {}
         if not self.stored(key)[0]:
             for kind in self.layout.row_kinds:
-                rows[kind] = self._cut(row_start, end, {t.name for t in self.layout.tensors(kind)})
+                rows[kind] = self._cut(row_start, end, self.layout.tensors(kind))
         if rows or state is not None or answer is not None:
             self._add(key, self._parent, start, end, row_start, self._base, rows, state, answer, role)
         if end % self.space.block == 0:
@@ -277,21 +278,21 @@ class Recorder:
             needs = (*needs, key)  # a state or an answer alone is of use only where its rows are
         self._provisional.append(Draft(meta, bodies, needs, answer))
 
-    def _cut(self, a: int, b: int, names: set[str]) -> HostArrays:
+    def _cut(self, a: int, b: int, specs: Sequence[TensorSpec]) -> HostArrays:
         parts = [r for r in self._rows if r.start < b and r.end > a]
         if not parts or parts[0].start > a or parts[-1].end < b:
             raise PositionError(f"Rows [{a}, {b}) were not flushed.")
         out: HostArrays = {}
-        for name in sorted(names):
-            slices = [r.arrays[name][1][:, :, max(a, r.start) - r.start : min(b, r.end) - r.start] for r in parts]
-            out[name] = (parts[0].arrays[name][0], np.ascontiguousarray(np.concatenate(slices, axis=2)))
+        for t in sorted(specs, key=lambda t: t.name):
+            slices = [r.arrays[t.name][1][:, :, t.part(max(a, r.start), min(b, r.end), r.start)] for r in parts]
+            out[t.name] = (parts[0].arrays[t.name][0], np.ascontiguousarray(np.concatenate(slices, axis=2)))
         return out
 
     def _capture(
-        self, kinds: tuple[str, ...], read: Callable[[Member], dict[str, mx.array]], rows: int
+        self, kinds: tuple[str, ...], read: Callable[[Member], dict[str, mx.array]], tokens: int, start: int = 0
     ) -> HostArrays | None:
-        """Private host copies, taken after a barrier, of what ``read`` gives for the members of these record kinds,
-        in the form that is stored.
+        """Private host copies, taken after a barrier, of what ``read`` gives for the members of these record kinds
+        (rows: of ``tokens`` tokens from ``start`` on), in the form that is stored.
 
         None if a member does not hold yet what the layout says (a slot that fills with the first tokens, a head before
         its second): there is nothing to resume from. None too, and nothing more is recorded, if a value is not finite.
@@ -302,7 +303,7 @@ class Recorder:
             if member.record in kinds
             for name, array in read(member).items()
         }
-        if not self.layout.fits(kinds, lazy, rows):
+        if not self.layout.fits(kinds, lazy, tokens, start):
             return None
         finite = [mx.isfinite(a).all() for a in lazy.values() if mx.issubdtype(a.dtype, mx.floating)]
         for name, packing in self.layout.packings.items():

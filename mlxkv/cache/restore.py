@@ -84,7 +84,7 @@ class Restorer:
         """About how many bytes a plan reads."""
         near = 2 * self.space.block  # a window's first and last records are read whole
         return sum(
-            t.nbytes(plan.position if m.window is None else min(plan.position, m.keep + m.window + near))
+            t.nbytes(sum(b - a for a, b in m.needs(plan.position)) + (near if m.record == "window" else 0))
             for m in self.layout.members
             for t in m.stored
         )
@@ -231,8 +231,8 @@ class Restorer:
         return [*tasks, *(partial(self._read_rows, i, plan.pieces[i]) for i in range(kept, len(plan.pieces)))]
 
     def _clear(self, a: int, b: int) -> None:
-        for destination in self._rows.values():
-            destination.clear_rows(a, b)
+        for t in self.layout.tensors("rows"):
+            self._rows[t.name].clear_rows(a // t.per, b // t.per)
         self._touched = a
 
     def _read_rows(self, i: int, piece: Piece) -> None:
@@ -247,14 +247,14 @@ class Restorer:
             if held == range(a, b):
                 for t in specs:
                     self._check()
-                    reader.read_into(t.name, into[t.name].row_views(a, b))
-                _require_finite({t.name: into[t.name].rows(a, b) for t in factors}, factors)
-                self._promote(reader, lambda: {name: d.copy_rows(a, b) for name, d in into.items()})
+                    reader.read_into(t.name, into[t.name].row_views(a // t.per, b // t.per))
+                _require_finite({t.name: into[t.name].rows(a // t.per, b // t.per) for t in factors}, factors)
+                self._promote(reader, lambda: {t.name: into[t.name].copy_rows(a // t.per, b // t.per) for t in specs})
             else:  # a part of them: all are read and verified in memory of their own
                 whole = self._whole(reader, specs)
                 _require_finite(whole, factors)
-                for name, rows in whole.items():
-                    into[name].put_rows(a, rows[:, :, a - held.start : b - held.start])
+                for t in specs:
+                    into[t.name].put_rows(a // t.per, whole[t.name][:, :, t.part(a, b, held.start)])
                 self._promote(reader, lambda: whole)
             tier = "ram" if isinstance(reader, RamReader) else "ssd"
         with self._lock:
@@ -272,7 +272,7 @@ class Restorer:
                 for a, b in _needed(member, piece, position):
                     parts.setdefault(i, []).extend(_Part(t.name, a, b, at) for t in member.tensors)
                     at += b - a
-            if at != min(position, (member.window or 0) + member.keep):
+            if at != sum(b - a for a, b in member.needs(position)):
                 raise PositionError(f"Window of member {member.path} is incomplete at {position}.")
             self._unmade += [_Unmade(self._windows, t.name, t.sized(at), t.dtype) for t in member.tensors]
         return [partial(self._read_window, plan.pieces[i], parts[i], self._windows) for i in sorted(parts)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import ConfigError
+from .compress.check import check_rings
 from .member import Member
 
 
@@ -41,16 +42,24 @@ def runs_again(members: Sequence[Member] | None, journal: Covers | None = None) 
 
 
 def _said(member: Member) -> str:
-    if member.kind == "window":
-        return f"a window of {member.window()} rows without spare ones, and would have overwritten what comes back"
+    if (ring := member.geometry) is not None:
+        return f"compressed at ratio {ring.ratio} out of a ring of {ring.ring} rows, none of them spare"
+    if member.record == "window":
+        return f"a window of {_window(member)} rows without spare ones, and would have overwritten what comes back"
     if member.kind == "recurrent":
         return "recurrent, and no journal of its inputs is kept from which its state could be made again"
     return f"of a kind ({member.kind}) that takes nothing back"
 
 
+def _window(member: Member) -> int | None:
+    """Rows that its queries see, which may be more than those that must survive."""
+    return member.params().get("window", member.window())
+
+
 def check_drafts(members: Sequence[Member], depth: int, journal: Covers | None = None) -> None:
-    """Raises ConfigError where a layer cannot take back ``depth`` drafts, which names the layer that can take back the
-    fewest, the drafts, the number to use and the flags."""
+    """``depth``: the most drafts of a cycle, whatever drafter and depth is used. Raises ConfigError where a layer
+    cannot take them back, which names the layer or the compression that can take back the fewest, the drafts, the
+    number to use and the flags."""
     limits = [(most, member) for member in members if (most := most_drafts(member, journal)) is not None]
     if not limits:
         return
@@ -59,8 +68,9 @@ def check_drafts(members: Sequence[Member], depth: int, journal: Covers | None =
         return
     if most == 0:
         raise ConfigError(f"Nothing can be drafted: layer {member.label} is {_said(member)}.", "Give --draft off.")
+    check_rings([m.geometry for m in members if m.geometry is not None], [depth + 1], others=most)
     raise ConfigError(
-        f"{depth} drafts were asked for, and the ring of layer {member.label} (a window of {member.window()} rows, "
+        f"{depth} drafts were asked for, and the ring of layer {member.label} (a window of {_window(member)} rows, "
         f"{most} spare) can take back {most} at most.",
         f"Give --draft-depth {most} or less, or --ring-spare {depth} or more.",
     )

@@ -24,11 +24,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache
 
 from .. import numerics
+from .compress.geometry import Geometry
+from .compressed import CompressedCache
 from .kinds import Window
 from .member import Arrays, Member, OwnCache, PositionError
 
 if TYPE_CHECKING:
-    from .layout import Layout
+    from .layout import Layout, MemberSpec
 
 #: spare rows of a ring unless configured: drafts of one forward at most
 SPARE = 8
@@ -415,6 +417,8 @@ def with_rings(caches: list[Any], spare: int) -> list[Any]:
             return CacheList(*(ring(inner) for inner in cache.caches))
         if type(cache) is RotatingKVCache and spare:
             return RingKVCache(cache.max_size, cache.keep, spare)
+        if isinstance(cache, CompressedCache):
+            return cache.with_spare(spare)
         return cache
 
     return [ring(cache) for cache in caches]
@@ -424,4 +428,12 @@ def spare_bytes(live: Layout, spare: int) -> int:
     """Bytes that rings with ``spare`` spare rows take beyond their windows in one sequence, or in one slot of a batch:
     those rows, and the rows of a forward until it is known which of them are kept."""
     rows = 2 * spare + 1 if spare else 0
-    return sum(t.nbytes(rows) for m in live.members if m.kind == "window" for t in m.tensors)
+    windows = sum(t.nbytes(rows) for m in live.members if m.kind in ("window", "latents") for t in m.tensors)
+    return windows + sum(_longer(m, spare) for m in live.members if m.kind == "pending")
+
+
+def _longer(member: MemberSpec, spare: int) -> int:
+    """Bytes that rows of which entries are made take beyond what is stored of them."""
+    params = dict(member.params)
+    least = Geometry.serving(params["ratio"], bool(params["overlap"]))
+    return sum(t.nbytes(0) for t in member.tensors) * (least.ring_for(spare + 1) - least.window) // least.window

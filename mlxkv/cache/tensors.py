@@ -37,17 +37,25 @@ def check_store_bits(bits: int | None) -> None:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a record. ``shape`` has 0 on the row axis (axis 2) of growing and window members."""
+    """One tensor of a record. ``shape`` has 0 on the row axis (axis 2) of growing and window members, with a row for
+    every ``per`` tokens."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    per: int = 1
 
-    def sized(self, rows: int) -> tuple[int, ...]:
+    def part(self, a: int, b: int, start: int) -> slice:
+        """Which rows tokens [a, b) have, counted from the first one of tokens [start, …)."""
+        return slice(a // self.per - start // self.per, b // self.per - start // self.per)
+
+    def sized(self, tokens: int, start: int = 0) -> tuple[int, ...]:
+        """The shape with the rows of ``tokens`` tokens from ``start`` on."""
+        rows = (start + tokens) // self.per - start // self.per
         return tuple(rows if i == 2 and n == 0 else n for i, n in enumerate(self.shape))
 
-    def nbytes(self, rows: int) -> int:
-        return math.prod(self.sized(rows)) * HOST_DTYPE[self.dtype].itemsize
+    def nbytes(self, tokens: int, start: int = 0) -> int:
+        return math.prod(self.sized(tokens, start)) * HOST_DTYPE[self.dtype].itemsize
 
 
 def finite(dtype: str, array: np.ndarray) -> bool:

@@ -24,6 +24,8 @@ _TICK = 0.05
 class Verdict(enum.Enum):
     HIT = "hit"
     MISS = "miss"
+    #: it is there, and another request is loading it: wait for that
+    PENDING = "pending"
     #: it is being asked for: look again
     RETRY = "retry"
 

@@ -314,9 +314,9 @@ def _drafts(settings: Settings, network: Any, config: dict[str, Any], found: Fou
     head = None if found.usable else found.reason or NO_HEAD
     try:
         name, why = choose(options, head=head, rewinds=rewinds)
-        if name != "off" and not rewinds.again:
-            check_drafts(state.members or [], settings.draft_depth or 1, journal)
         most = most_at_a_time(options, config, rewinds, found.most_drafts if name == "mtp" else None)
+        if name != "off" and not rewinds.again:
+            check_drafts(state.members or [], max(most, settings.draft_depth or 1), journal)
     except ConfigError as error:
         return Check("drafts", "fail", error.message + _layers(stuck), error.cure)
     if name == "off":

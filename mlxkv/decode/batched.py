@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -16,15 +17,28 @@ from .step import Steps
 from .tracking import LANES, Track
 
 
+@dataclass(frozen=True)
+class Passed:
+    """Positions that a row went past and whose state its members tell themselves (``cache.inside.Inside``)."""
+
+    positions: tuple[int, ...]
+
+    def slots(self, cache: Any, position: int) -> dict[int, mx.array]:
+        return {}
+
+
 class Batched:
-    """``batch`` has the rows' states. A row owns at most one slot of the pool at a time; without a free one a rung goes
-    by, which is a miss later. ``drafts``: of one verify step at most."""
+    """``batch`` has the rows' states. Recurrent ones are captured under way: a row owns at most one slot of the pool at
+    a time, and without a free one a rung goes by, which is a miss later. Where there are none, a row's state is read
+    when it stands at a rung, or has just gone past it in a cycle. ``drafts``: of one verify step at most."""
 
     def __init__(self, batch: Batch, steps: Steps, pool: Pool, drafts: int = 0) -> None:
         self.batch, self._steps, self._pool, self._drafts = batch, steps, pool, drafts
         #: slot -> (pool slot, position) of a state that was captured, or is by the step in flight
         self._places = batch.tracked()
         self._captures: dict[int, tuple[int, int]] = {}
+        #: slot -> position of a rung inside what the row kept of its last cycle, where nothing is captured
+        self._passed: dict[int, int] = {}
 
     @property
     def slots(self) -> int:
@@ -64,6 +78,8 @@ class Batched:
                 raise BatchError(f"Row {slot} does not pass {position} with {kept[slot]} tokens from {before[slot]}.")
         with self._capturing(wanted) as track:
             self._steps.commit(self.batch, list(kept), track, self._pool)
+        if not self._places:
+            self._passed = {slot: at for slot, at in wanted.items() if at < self.position(slot)}
 
     @contextmanager
     def _capturing(self, wanted: Mapping[int, int]) -> Iterator[Track | None]:
@@ -108,14 +124,19 @@ class Batched:
         return slot in self._captures
 
     def due(self, slot: int, rung: bool) -> bool:
+        if not self._places:
+            return rung or slot in self._passed
         return slot in self._captures and self._captures[slot][1] < self.position(slot)
 
     def store(self, slot: int, recorder: Recorder, rung: bool) -> None:
         if slot in self._captures:
             into, position = self._captures.pop(slot)
             keep(recorder, self._pool, self._owner(slot), {position: into}, self._places)
-        else:
-            recorder.flush()
+            return
+        at = self._passed.pop(slot, None)
+        recorder.flush(Passed((at,)) if at is not None else None, {at: "ladder"} if at is not None else None)
+        if rung and not self._places:
+            recorder.boundary(role="ladder")
 
     def _free(self, slot: int) -> None:
         if slot in self._captures:
@@ -129,4 +150,5 @@ class Batched:
 
     def leave(self, slot: int) -> None:
         self._free(slot)
+        self._passed.pop(slot, None)
         self.batch.leave(slot)

@@ -107,10 +107,10 @@ def prepare(
     name, why = choose(options, head=no_head(loaded), rewinds=rewinds)
     if name == "off":
         return None, why
-    if not rewinds.again:
-        check_drafts(state.members or [], options.draft_depth or 1, journal)
     in_a_row = loaded.head.most_drafts if name == "mtp" and loaded.head is not None else None
-    most = max(most_at_a_time(options, loaded.config, rewinds, in_a_row), options.draft_depth or 0)
+    most = max(most_at_a_time(options, loaded.config, rewinds, in_a_row), options.draft_depth or 1)
+    if not rewinds.again:
+        check_drafts(state.members or [], most, journal)
     drafter = _drafter(name, options, loaded, headed)
     return Drafting(drafter, journals, most, options.draft_depth, rewinds.again), None
 

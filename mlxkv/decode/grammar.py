@@ -30,6 +30,8 @@ REMEMBERED = 9
 #: bytes of stack for a compiler that calls itself once for each rule of a chain, some 8 KB each: the longest text that
 #: is taken has less than 7,000
 STACK = 256 << 20
+#: states that the matcher of a grammar's words may come to; beyond them it is refused
+LEXER_STATES = 50_000
 _one_at_a_time = threading.Lock()
 
 
@@ -111,7 +113,7 @@ def _matcher(grammar: Grammar, tokenizer: Any) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
     text = written(grammar)
-    limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+    limits = LLParserLimits(verbose_errors=False, max_lexer_states=LEXER_STATES)
     made: list[Any] = []
 
     def work() -> None:
@@ -143,6 +145,18 @@ def matches(grammar: Grammar, text: str) -> bool:
     matcher = _matcher(grammar, LLTokenizer("byte"))
     data = list(text.encode("utf-8", "surrogatepass"))
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+def _stopped(matcher: Any) -> Exception:
+    """Why a matcher can go no further. Its limits are the grammar's fault, not the engine's."""
+    reason = _brief(matcher)
+    if "imit" in reason or "too many" in reason.lower():
+        return RequestError(
+            f"grammar asks for more states than the matcher may have: {reason}. Make it simpler: shorter counted "
+            "repetitions, fewer alternatives.",
+            param="grammar",
+        )
+    return DeadEnd(f"The grammar cannot go on: {reason}")
 
 
 def _brief(matcher: Any) -> str:
@@ -181,7 +195,7 @@ class GrammarConstraint:
                 return self._mask
             words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._vocabulary.words]
             if self._matcher.is_error():
-                raise DeadEnd(f"The grammar cannot go on: {_brief(self._matcher)}")
+                raise _stopped(self._matcher)
             mask = words & self._vocabulary.text
             self._mask = mask | self._vocabulary.eos if self._matcher.is_accepting() else mask
         return self._mask
@@ -198,7 +212,7 @@ class GrammarConstraint:
             raise DeadEnd(f"Token {token} does not follow what the grammar has so far.")
         ended = allows(self._vocabulary.eos, token)
         if not ended and not self._matcher.consume_token(token):
-            raise DeadEnd(f"The grammar cannot go on: {_brief(self._matcher)}")
+            raise _stopped(self._matcher)
         self._length, self._ended = self._length + 1, ended
         self._past.append(allowed)
         self._mask = None

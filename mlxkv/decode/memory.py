@@ -77,6 +77,8 @@ def member_rows(member: MemberSpec, rows: int, chunk: int = 1) -> int:
         return ring_peak(rows, member.keep + (member.window or 0), chunk)
     if member.kind == "chunked":
         return chunked_peak(rows, member.window or 0, chunk)
+    if member.kind == "latents":  # its ring and a dummy row, what was in it before the last forward, and that one's
+        return 2 * ((member.window or 0) + 2) + chunk
     return rows
 
 
@@ -84,6 +86,8 @@ def member_bytes(member: MemberSpec, rows: int, chunk: int = 1) -> int:
     """Bytes of a member in such a sequence: what growing and recurrent ones allocate, the most that others do."""
     # hidden states wait for the head, so many at most
     times = min(rows, max(chunk, HEAD_BEHIND)) if member.kind == "hidden" else 1
+    if member.kind == "pending":  # the ring as it is and as it was before the last forward, and that one's rows
+        times = 2 + -(-chunk // max(1, member.tensors[0].shape[2]))
     return times * sum(t.nbytes(member_rows(member, rows, chunk)) for t in member.tensors)
 
 
@@ -91,6 +95,13 @@ def batch_row_bytes(member: MemberSpec, capacity: int) -> int:
     """Bytes that one slot of a batch has of a member; windows never grow there."""
     if member.kind == "window":
         return sum(t.nbytes(min(member.keep + (member.window or 0), capacity)) for t in member.tensors)
+    # of compressed attention, each with a row more that nobody reads
+    if member.kind == "latents":
+        return sum(t.nbytes((member.window or 0) + 2) for t in member.tensors)
+    if member.kind == "pending":
+        return sum(t.nbytes(0) + t.nbytes(0) // t.shape[2] for t in member.tensors)
+    if member.kind == "entries":
+        return sum(t.nbytes(capacity + t.per) for t in member.tensors)
     return member_bytes(member, capacity + HEAD_SPARE if member.kind == "head" else capacity)
 
 

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from .. import numerics
 from ..errors import MlxkvError, ModelError
-from . import folder, mtp, precision
+from . import architectures, folder, mtp, precision
 from .fingerprint import fingerprint, identity
 from .replace import as_subclass
 
@@ -121,10 +121,10 @@ def open_network(path: Path, head: Collection[str] = ()) -> tuple[nn.Module, dic
     """The network of a checked folder, no weight evaluated, and its config. ``head``: names of a prediction head's
     tensors, which are left out: not every architecture drops them itself, and then its loading fails. Raises
     ModelError."""
-    from mlx_lm.utils import _get_classes, load_model
+    from mlx_lm.utils import load_model
 
-    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        model, arguments = _get_classes(config)
+    def without_head(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        model, arguments = architectures.classes(config)
         own = getattr(model, "sanitize", lambda self, weights: weights)
 
         def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -132,10 +132,11 @@ def open_network(path: Path, head: Collection[str] = ()) -> tuple[nn.Module, dic
 
         return type(model.__name__, (model,), {"sanitize": sanitize}), arguments
 
+    more = architectures.overrides(folder.read_json(path / "config.json"))
     try:
         if not head:
-            return load_model(path, lazy=True)
-        network, config = load_model(path, lazy=True, get_model_classes=classes)
+            return load_model(path, lazy=True, model_config=more, get_model_classes=architectures.classes)
+        network, config = load_model(path, lazy=True, model_config=more, get_model_classes=without_head)
         return as_subclass(type(network).__bases__[0], network), config
     except MlxkvError:
         raise
@@ -181,7 +182,7 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
     from mlx_lm.utils import load_tokenizer as open_tokenizer
 
     try:
-        return open_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        return open_tokenizer(path, architectures.tokenizer_fields(config), eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         text = " ".join(str(error).split())
         if "trust_remote_code" in text:

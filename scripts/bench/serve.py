@@ -9,6 +9,7 @@ server was started anew, time to the first text, against mlx_lm.server. Nothing 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -30,9 +31,9 @@ import mlxkv.models  # noqa: F401 - chooses the BLAS before MLX is imported
 import httpx  # isort: skip
 
 import mlxkv
+from mlxkv import numerics
 from mlxkv.config import EMBEDDED
 from mlxkv.decode.request import Delta, Request, SamplingParams
-from mlxkv.numerics import prepare
 
 from .main import ROOT, STORY
 from .pairs import Bar, Result, environment, in_turn, judge, report
@@ -134,17 +135,19 @@ def ours(model: Path, cache: Path | None, *flags: str) -> Any:
     return running(command, model.name, "/ready")
 
 
-def blas() -> str:
-    """The file of the BLAS that this process has loaded, where that is one of its own (Linux); or an empty text."""
+def blas() -> dict[str, str]:
+    """What gives another process the BLAS that this one multiplies with (Linux); empty where MLX has its own. numpy's
+    own copy is none: its names are others."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    return next((line.split()[-1] for line in lines if "openblas" in line.rpartition("/")[2]), "")
+    files = dict.fromkeys(line.split()[-1] for line in lines if "openblas" in line.rpartition("/")[2])
+    found = next((file for file in files if hasattr(ctypes.CDLL(file), "cblas_sgemm")), None)
+    return {"LD_PRELOAD": found, **numerics.SPIN} if found else {}
 
 
 def theirs(model: Path) -> Any:
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--host", "127.0.0.1"]
-    library = blas()
-    return running(command, "default_model", "/v1/models", **({"LD_PRELOAD": library} if library else {}))
+    return running(command, "default_model", "/v1/models", **blas())
 
 
 def endless(model: Path) -> dict[str, float]:
@@ -213,7 +216,7 @@ def clients(model: Path, tokens: int, pairs: int, many: int = 4) -> Result:
             raise SystemExit("a client got no answer")
         return sum(made) / (time.perf_counter() - started)
 
-    prepare()  # so that this process has the BLAS that both are to use
+    numerics.prepare()  # so that this process has the BLAS that both are to use
     with ours(model, None) as mine, theirs(model) as other:
         measured = in_turn(pairs, lambda: together(other), lambda: together(mine))
     note = f"medians: mlx_lm.server {statistics.median(a for a, _ in measured):.1f} tok/s, mlxkv "
@@ -253,7 +256,7 @@ def headers(model: Path, many: int) -> Result:
 def restart(model: Path, pairs: int) -> Result:
     system = {"role": "system", "content": "You answer questions about a story."}
     first = [system, {"role": "user", "content": STORY * 75 + "What was the tower built of?"}]
-    prepare()
+    numerics.prepare()
     with tempfile.TemporaryDirectory() as folder:
         with ours(model, Path(folder)) as base:
             said = ask(base, {"messages": first, "max_tokens": 24}).text

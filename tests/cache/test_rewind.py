@@ -70,6 +70,9 @@ class Twins:
             assert (a.kind, a.params(), a.position) == (b.kind, b.params(), p)
             window = b.window()
             first = 0 if window is None or p <= window + b.keep() else p - window
+            if a.kind == "chunked":  # once it is settled, only its chunk's
+                first = max(first, a.cache.start_position, b.cache.start_position)
+                assert first <= p // window * window
             mine, theirs = a.rows(first, p), b.rows(first, p)
             worst = max([worst, *(apart(mine[name], theirs[name]) for name in theirs)])
         return worst

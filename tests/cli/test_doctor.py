@@ -166,3 +166,12 @@ def test_more_drafts_than_a_head_makes_fail_here_as_in_an_engine(cli, tmp_path):
     folder = headed.make(tmp_path / "mimo", "mimo")
     check = checks(cli("doctor", "--model", folder, "--draft-depth", 2, "--json"))["drafts"]
     assert check["status"] == "fail" and "makes 1 in a row" in check["detail"] and "--draft-depth 1" in check["cure"]
+
+
+def test_more_drafts_than_rings_of_compression_serve_fail_here_as_in_an_engine(cli, tmp_path):
+    folder = tiny.make("deepseek_v4", tmp_path / "model")
+    given = ("doctor", "--model", folder, "--draft", "ngram", "--ring-spare", 3, "--json")
+    assert checks(cli(*given))["drafts"]["detail"].startswith("by look-up in the text, 1 to 3 at a time")
+    check = checks(cli(*given, "--draft-depth", 6))["drafts"]
+    assert check["status"] == "fail" and "12 rows that compression at ratio 4 keeps serves 5 at most" in check["detail"]
+    assert "--ring-spare 6 or more, which makes a ring of 16 rows" in check["cure"]

@@ -82,8 +82,8 @@ def small():
     return get
 
 
-# rows that are dropped; windows; recurrent states
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "qwen3_5", "falcon_h1"])
+# rows that are dropped; windows; recurrent states; compressed rows
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "qwen3_5", "falcon_h1", "deepseek_v4"])
 def test_a_draft_model_drafts_as_if_it_had_read_the_committed_tokens_only(small, arch):
     rng = random.Random(arch)
     drafter = small(arch)

@@ -36,10 +36,20 @@ def watched(kind):
         yield seen
 
 
-@pytest.mark.parametrize(("rows", "compile"), [(1, "off"), (2, "off"), (1, "on")])
-def test_a_rung_inside_an_accepted_run(tmp_path, rows, compile):
-    # few operations: each kernel of a compiled step takes a second to build
-    model = tiny.make("lfm2", tmp_path / "model", num_hidden_layers=2, full_attn_idxs=[1])
+#: few operations: each kernel of a compiled step takes a second to build
+SMALL = {
+    "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1]},
+    # nothing of it is recurrent: its rings still have what it held at the rung
+    "deepseek_v4": {"num_hidden_layers": 2, "compress_ratios": [4, 8], "hc_sinkhorn_iters": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "rows", "compile"),
+    [("lfm2", 1, "off"), ("lfm2", 2, "off"), ("lfm2", 1, "on"), ("deepseek_v4", 1, "off"), ("deepseek_v4", 2, "off")],
+)
+def test_a_rung_inside_an_accepted_run(tmp_path, arch, rows, compile):
+    model = tiny.make(arch, tmp_path / "model", **SMALL[arch])
     asked = [ask(tiny.ids(10 + 3 * n, seed=n), 60, logit_bias={tiny.EOS: -100.0}) for n in range(rows)]
     alone = Alone(model)
     drafter = Scripted(pattern("all", random.Random(1)), architectures.VOCAB)

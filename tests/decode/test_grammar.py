@@ -207,6 +207,18 @@ def test_limits_and_stop_strings_end_an_answer_in_the_middle_of_its_grammar(tiny
     assert cut.finish_reason == "stop" and cut.text == "b" * 9
 
 
+def test_one_that_needs_too_many_states_is_refused_also_in_the_middle(monkeypatch):
+    """The asker's fault, not the engine's."""
+    monkeypatch.setattr(grammar_module, "LEXER_STATES", 600)
+    began = Grammars(fast(), PADDED, {tiny.EOS}).constraint(Grammar("regex", "[ab]*a[ab]{40}c"))
+    rng, b = np.random.default_rng(1), tiny.tokenizer().token_to_id("b")
+    with pytest.raises(RequestError, match="more states than the matcher may have.*simpler") as refused:
+        for token in rng.choice([A, b], 2000).tolist():
+            began.advance(token)
+            began.mask()
+    assert refused.value.param == "grammar"
+
+
 def test_the_demo_model_writes_json_that_parses():
     folder = Path(mlxkv.__file__).parent / "models" / "mlxkv-demo"
     messages = [{"role": "user", "content": "Tell me about a cat, as JSON."}]

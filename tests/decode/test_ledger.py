@@ -362,7 +362,7 @@ def test_a_sequence_takes_what_is_said(arch):
         assert set(seen) == {said}
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3_5", "falcon_h1", "nemotron_h", "lfm2", "gemma3_text"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5", "falcon_h1", "nemotron_h", "lfm2", "gemma3_text", "deepseek_v4"])
 @pytest.mark.parametrize("shape", [(1, 4), (3, 256), (4, 1024)])
 def test_a_batch_takes_what_is_said(arch, shape):
     model, layout, memory = model_of(arch)

@@ -366,7 +366,7 @@ def test_the_llm_command(served, tmp_path, monkeypatch):
 
     def llm(*args: str, code: int = 0):
         found = CliRunner().invoke(cli, ["prompt", "-m", "local", "--no-log", *args])
-        assert found.exit_code == code, found.output
+        assert found.exit_code == code, (found.output, found.exception)
         return found
 
     command = [sys.executable, "-m", "llm", "prompt", "-m", "local", "-u", QUESTION[0]["content"]]

@@ -17,11 +17,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
+from ..compressed import CompressedCache
 from ..head import HeadCache
 from ..kinds import members_of
 from ..layout import Layout, MemberSpec
 from ..member import Member
 from ..state import SequenceState
+from .compressed import BatchCompressed
 from .form import BatchError, Form, NoBatchForm, NotYet
 from .head import BatchHead
 from .journal import Journal, Journals
@@ -74,6 +76,8 @@ class Batch:
                 return CacheList(*(form(inner, (*path, i)) for i, inner in enumerate(cache.caches)))
             if kind is HeadCache and (head := specs.get((*path, 0))) is not None:
                 return BatchHead(self._place, head, self.slots, self.capacity)
+            if kind is CompressedCache and (mine := [s for s in live.members if s.path[:-1] == path]):
+                return BatchCompressed(self._place, cache, mine, self.slots, self.capacity, self.spare)
             if spec is not None and kind in GROWING:
                 return GROWING[kind](self._place, spec, self.slots, self.capacity)
             if spec is not None and kind in WINDOWS:
@@ -254,6 +258,8 @@ class Batch:
     def advance(self) -> None:
         """Count the step that was built: every row stands one further."""
         kept = [int(slot in self._rows) for slot in range(self.slots)]
+        for form in self._leaves:
+            form.built(1)
         self._place.positions = [at + n for at, n in zip(self.positions, kept, strict=True)]
         for ring in self._rings.values():
             ring.advance(kept)
@@ -289,6 +295,8 @@ class Batch:
     def hold_open(self, width: int, journal: Journal | None) -> None:
         """Count the verify step that was built: every row stands ``width`` further, until ``commit``."""
         self.verified = Verified(width, list(self.positions), journal)
+        for form in self._leaves:
+            form.built(width)
         self._place.positions = [at + width * (s in self._rows) for s, at in enumerate(self.positions)]
 
     def open_step(self) -> Verified:

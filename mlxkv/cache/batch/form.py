@@ -56,6 +56,9 @@ class Form(ABC):
     def committed(self, kept: list[int]) -> None:  # noqa: B027
         """The same on the host, once ``replay`` was built."""
 
+    def built(self, width: int) -> None:  # noqa: B027
+        """A step of ``width`` tokens a row was built; ``Place.positions`` are those before it."""
+
     def hold(self) -> Any:  # noqa: B027
         """What ``put_back`` needs, beyond arrays."""
 

@@ -8,8 +8,11 @@ so that nothing of an earlier step can be stale and a compiled step sees it as a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import mlx.core as mx
+
+T = TypeVar("T")
 
 #: columns of a step that is not compiled are rounded up to this, so that shapes, and with them buffers, repeat
 GRANULE = 32
@@ -60,7 +63,7 @@ class Place:
         self._at: mx.array | None = None
         self._writes: dict[tuple[int, int, int], mx.array] = {}
         self._masks: dict[tuple[int, int | None, int], mx.array] = {}
-        self._once: dict[Hashable, mx.array] = {}
+        self._once: dict[Hashable, Any] = {}
 
     def begin(self, where: mx.array, columns: int | None, width: int = 1) -> None:
         """``where``: [1 + rings, slots] int32, positions first, then each ring's index before the step."""
@@ -75,7 +78,7 @@ class Place:
         self._masks.clear()
         self._once.clear()
 
-    def once(self, key: Hashable, make: Callable[[], mx.array]) -> mx.array:
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` gives, made by the first layer of a step that asks for ``key``."""
         if key not in self._once:
             self._once[key] = make()

@@ -129,6 +129,8 @@ def fit(file: HostileFile, layout: Layout) -> Contents:
     TENSORS, DTYPE, SHAPE, COUNTS, SHORT, WINDOW."""
     if any(m.kind in ("head", "hidden") for m in layout.members):
         raise Refused("HEAD", "", file.path)
+    if odd := next((m for m in layout.members if m.kind not in CLASSES), None):
+        raise Refused("LAYOUT", f"the model keeps a {odd.kind} member, which no such file holds", file.path)
     try:
         layers = read(file)
         last = max(m.path[0] for m in layout.members)
