@@ -12,7 +12,7 @@ from mlxkv.cache.ring import with_rings
 from mlxkv.decode.runtime import Runtime
 from tests import tiny
 from tests.cache.stores import records
-from tests.probe import BLOCK, equal, run, runtime
+from tests.probe import equal, run, runtime
 
 #: a group of 16 ends in every other block of 8, so that records without entries are common
 RATIOS = [4, 16, 0]

@@ -138,3 +138,37 @@ def test_merged_blocks_and_branches_are_found(machine, tmp_path):
     fresh = machine(model, "c", url, block=16)
     here, there = ask(model, a, talk, keep=False), ask(model, fresh, talk, keep=False)
     assert (there.tokens, there.reason) == (here.tokens, here.reason) and there.source == "object"
+
+
+@pytest.mark.parametrize("name", ["recurrent", "mixed"])
+def test_a_state_alone_where_all_rows_are_here(name, machine, tmp_path):
+    """Rows reach to the end, their states are gone; elsewhere one is left, in the middle of a block."""
+    import obstore
+
+    from mlxkv.cache.objects.place import open_store
+
+    model, url, prompt = MODELS[name], f"file://{tmp_path}/shared", prompts()[0]
+    b = model.open(tmp_path / "b", block=8)
+    ask(model, b, prompt)
+    b.close()
+    for path in records(tmp_path / "b", "state"):
+        path.unlink()
+    a = machine(model, "a", url)
+    ask(model, a, prompt, ends=(20,), messages=True)
+    sent(a)
+    ends = {}
+    for path in records(tmp_path / "a", "state"):
+        with Reader.open(path) as reader:
+            ends[reader.meta.key.hex()] = reader.meta.end
+    gone = [path for path in objects(url) if path.endswith("state") and ends[path.split("/")[-1].split(".")[0]] != 20]
+    obstore.delete(open_store(url), gone)
+    b = machine(model, "b", url)
+    found = ask(model, b, prompt, keep=False)
+    assert (found.tokens, found.source, found.reason) == (20, "object", "no_state")
+    assert b.writer.flush(20)
+    verify(b.folder.path, b)
+    b.close()
+    alone = model.open(tmp_path / "b", block=8)
+    found = ask(model, alone, prompt, keep=False)
+    assert (found.tokens, found.source) == (20, "ssd")
+    alone.close()
