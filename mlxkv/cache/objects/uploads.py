@@ -82,6 +82,13 @@ class Uploads:
         with self._wake:
             return self._wake.wait_for(lambda: not self._queue, timeout)
 
+    def wait_compared(self, timeout: float) -> bool:
+        """Have what was here at the start compared now, and wait until all is sent; False on time-out."""
+        with self._wake:
+            self._begun = float("-inf")
+            self._wake.notify_all()
+            return self._wake.wait_for(lambda: self._compared and not self._backlog and not self._queue, timeout)
+
     def close(self, timeout: float) -> bool:
         """Send what waits, for at most so many seconds and unless the store does not answer; the rest is for the next
         start. False if something is still being sent."""
@@ -129,7 +136,8 @@ class Uploads:
         """The entry to be sent now, b"" for the comparison; None: that was all."""
         with self._wake:
             while True:
-                if self._closing and (not self._queue or self._failing or time.monotonic() > self._until):
+                hopeless = self._failing or self._tier.outage.resting
+                if self._closing and (not self._queue or hopeless or time.monotonic() > self._until):
                     return None
                 if self._queue:
                     return next(iter(self._queue))
@@ -153,7 +161,7 @@ class Uploads:
         """The store does not answer; how long to wait the next time."""
         self._tier.counters.upload_faults += 1
         self._there.clear()
-        if not self._failing:
+        if not self._failing and not self._closing:
             log.warning("nothing is sent to the object store for now: %s", describe(e))
         self._failing = True
         with self._wake:
@@ -193,7 +201,7 @@ class Uploads:
         """Names of the objects in a place, without those that failed a check."""
         tier = self._tier
         if place not in self._there:
-            listing = tier.loop.run(tier.place.names(place, _LIST), time.monotonic() + _LIST)
+            listing = tier.loop.run(tier.place.names(place, _LIST), time.monotonic() + _LIST, self._late)
             self._there[place] = set(listing)
             if len(self._there) > _PLACES:
                 self._there.popitem(last=False)
@@ -247,6 +255,9 @@ class Uploads:
                     return reader.meta
         raise MissingRecord("no file of the entry is left")
 
+    def _late(self) -> bool:
+        return time.monotonic() > self._until
+
     def _put(self, place: str, name: str, meta: Meta, body: Body) -> None:
         tier = self._tier
         header, data = encode(meta, body)
@@ -255,7 +266,7 @@ class Uploads:
         within = _PUT + len(whole) / _RATE
         until = min(time.monotonic() + within, self._until)
         path = f"{place}/{name}"
-        tier.loop.run(tier.place.put(path, whole, within), until, lambda: time.monotonic() > self._until)
+        tier.loop.run(tier.place.put(path, whole, within), until, self._late)
         self._there.setdefault(place, set()).add(name)
         tier.bad.discard(path)
         tier.counters.uploaded_records += 1
