@@ -6,7 +6,10 @@ import random
 
 import pytest
 
+from mlxkv.cache.objects.shared import share
+from mlxkv.cache.objects.tier import ObjectTier
 from mlxkv.cache.record import Reader
+from mlxkv.cache.unwritten import UnwrittenStore
 from tests.cache.objects.conftest import sent
 from tests.cache.objects.server import objects
 from tests.cache.stores import records
@@ -172,3 +175,29 @@ def test_a_state_alone_where_all_rows_are_here(name, machine, tmp_path):
     found = ask(model, alone, prompt, keep=False)
     assert (found.tokens, found.source) == (20, "ssd")
     alone.close()
+
+
+def test_where_nothing_is_kept_on_disk_it_is_kept_in_ram(machine, tmp_path):
+    """A store whose folder was refused resumes from the object store, sends nothing, and has it in RAM afterwards."""
+    model, url, prompt = MODELS["mixed"], f"file://{tmp_path}/shared", prompts()[0]
+    a = machine(model, "a", url)
+    ask(model, a, prompt)
+    sent(a)
+    there = objects(url)
+    b = UnwrittenStore(None, model.identity, model.layout, "it was refused", block=8, ram_budget=1 << 20)
+    share(b, ObjectTier(url, 8))
+    assert [ask(model, b, prompt, more=(4, 5)).source for _ in range(2)] == ["object", "ram"]
+    b.close()
+    assert objects(url) == there
+
+
+def test_too_much_to_download_ends_earlier(machine, tmp_path):
+    model, url, prompt = MODELS["growing"], f"file://{tmp_path}/shared", prompts()[4]
+    a = machine(model, "a", url)
+    ask(model, a, prompt)
+    sent(a)
+    whole = sum(map(len, objects(url).values()))
+    b = machine(model, "b", url, nbytes=whole // 2)
+    found = ask(model, b, prompt, keep=False)
+    assert 0 < found.tokens < len(prompt) - 1 and found.source == "object"
+    assert b.shared is not None and b.shared.tier.counters.downloaded_bytes <= whole // 2
