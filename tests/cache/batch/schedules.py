@@ -94,6 +94,8 @@ def farthest(mine: Any, theirs: SequenceState) -> float:
         else:
             p, window = theirs.position, b.window()
             first = 0 if window is None or p <= window + b.keep() else p - window  # what the store may ask for
+            if a.kind == "chunked" and window is not None:  # and no row of an earlier chunk
+                first = p // window * window
             mine_arrays, their_arrays = a.rows(first, p), b.rows(first, p)
         assert mine_arrays.keys() == their_arrays.keys()
         worst = max([worst, *(apart(mine_arrays[name], array) for name, array in their_arrays.items())])
