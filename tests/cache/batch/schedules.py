@@ -84,7 +84,9 @@ def first_row(mine: Any, theirs: Any, position: int) -> int:
     """The first of the last rows of two members of rows that the store may ask either for."""
     window, keep = theirs.window(), theirs.keep()
     first = 0 if window is None or position <= window + keep else position - window
-    if theirs.kind == "chunked":  # where it was settled, rows before its chunk went, which had been copied out
+    if (
+        theirs.kind == "chunked" and window
+    ):  # where it was settled, rows before its chunk went, which had been copied out
         first = max(first, mine.cache.start_position, theirs.cache.start_position)
         assert first <= position // window * window
     return first
