@@ -77,9 +77,9 @@ class RemoteTier:
             self._late.append(exchange)
 
     def close(self, timeout: float) -> None:
-        """Once no request asks any more; waits for at most so many seconds."""
+        """Once no request asks any more, and all have been told so; waits for at most so many seconds."""
         until = time.monotonic() + timeout
-        self.readers.wait(timeout)
+        self.readers.wait(min(timeout, 2 * GRACE))  # they have been told that nobody waits
         self._late = [late for late in self._late if not late.tidy()]
         self.connector.close(max(0.0, until - time.monotonic()))
 

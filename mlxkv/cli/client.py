@@ -146,6 +146,8 @@ class Local:
         if info.disk_off and not info.store_off:
             where = f"in RAM only: {info.disk_off}"
         made = {"model": f"{info.name} ({info.path})", "runs on": f"{info.device}, {info.dtype}", "cache": where}
+        if info.object_store:
+            made["shared in"] = info.object_store
         if info.context_length:
             made["context"] = f"{info.context_length:,} tokens"
         made["drafts"] = info.drafter or f"off: {info.drafts_off}"

@@ -87,9 +87,12 @@ def _engine(engine: Engine | None) -> dict[str, Any]:
     if engine is None:
         return {"health": None, "info": None, "engine": None}
     info = asdict(engine.info)
-    for name in ("path", "cache_dir"):
+    for name in ("path", "cache_dir", "object_store"):
         del info[name]
-    return {"health": engine.health().reason or "ok", "info": info, "engine": asdict(engine.status())}
+    now = asdict(engine.status())
+    if now["store"] is not None and now["store"]["objects"] is not None:
+        del now["store"]["objects"]["why"]  # it may name a folder or an address
+    return {"health": engine.health().reason or "ok", "info": info, "engine": now}
 
 
 class ExplainRequest(Body):

@@ -188,8 +188,7 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("held", [True, False], ids=["some is here", "nothing is here"])
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(("lie", "held"), [*((lie, True) for lie in LIES), ("no rows", False), ("wrong bytes", False)])
 def test_a_promise_that_is_not_kept(tmp_path, lie, held):
     """A miss with a reason, from what was here; nothing wrong is served, or kept."""
     spoil, reason, counted = LIES[lie]
@@ -341,18 +340,40 @@ def test_a_group_asks_on_until_somebody_has_it(tmp_path):
     assert empty.closed and down.closed and peer.closed
 
 
+class AnyOf(Connectors):
+    """A mutant: a group can what any of its members can."""
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return any(m.supports_divergent_local_hybrid_hits for m in self.members)
+
+
 def test_of_a_group_one_that_cannot_is_enough(tmp_path):
     """One member cannot restore states: none is asked from where rows end."""
+    one_that_cannot(tmp_path, Connectors)
+
+
+def test_any_of_a_group_is_not_enough(tmp_path):
+    with pytest.raises(AssertionError):
+        one_that_cannot(tmp_path, AnyOf)
+
+
+def one_that_cannot(tmp_path, kind: type[Connectors]) -> None:
     model = MODELS[HYBRID]
     stored(model, tmp_path / "theirs")
     stored(model, tmp_path / "ours", TOKENS[: 5 * BLOCK + 1])
     without_states(model, tmp_path / "ours", 3 * BLOCK)
     first, second = Peer(tmp_path / "theirs", capable=True), Peer(tmp_path / "theirs", capable=False)
     first.answer = lambda _: NOTHING
-    store = opened(model, tmp_path / "ours", first, second)
-    assert ask(model, store, TOKENS, keep=False).tokens == LAST
-    assert [q.asked for q in (*first.told, *second.told)] == [3 * BLOCK, 3 * BLOCK]
-    store.close()
+    second.spoil = without("state")  # it restores none, as it says
+    second.answer = lambda offer: offer if second.told[-1].asked > 3 * BLOCK else NOTHING
+    store = opened(model, tmp_path / "ours", kind((first, second)))
+    try:
+        assert ask(model, store, TOKENS, keep=False).reason == "no_state"
+        assert [q.asked for q in (*first.told, *second.told)] == [3 * BLOCK, 3 * BLOCK]
+        assert not second.brought, "nothing is loaded that nobody can stand on"
+    finally:
+        store.close()
 
 
 def test_a_group_whose_members_fail_says_why(tmp_path):

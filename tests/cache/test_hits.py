@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxkv.cache import hits
 from mlxkv.cache.connectors import Connectors, Remote
-from mlxkv.cache.hits import NOTHING, BrokenPromise, Hit, Offer, Places, Rows, Windows, common, longest, resolve_hit
+from mlxkv.cache.hits import NOTHING, BrokenPromise, Hit, Offer, Places, Reach, Rows, Windows, longest, resolve_hit
 
 BLOCK = 16
 
@@ -39,7 +40,7 @@ def test_rows_and_states(case):
     rows, places, alone, (hit, shared), (far, diverged), *schedule = TABLE[case]
     groups = [Places(places), Rows(rows, BLOCK)]
     assert tuple(g.deepest(99) for g in reversed(groups)) == alone
-    assert (common(groups, 99).hit, common(groups, 99).shared) == (hit, shared)
+    assert hits.common(groups, 99) == Reach(hit, shared)
     assert (longest(groups, 99).hit, longest(groups, 99).diverged) == (far, diverged)
     if diverged:
         assert longest(groups, 99).shared == 0
@@ -58,20 +59,34 @@ def test_rows_and_states(case):
     ("prompt", "rows", "places", "hit", "shared"), [(96, 96, {32, 64}, 64, 80), (97, 96, {32, 64, 96}, 96, 0)]
 )
 def test_the_last_token_is_always_computed(prompt, rows, places, hit, shared):
-    reach = common([Rows(rows, BLOCK), Places(places)], prompt - 1)
-    assert (reach.hit, reach.shared) == (hit, shared)
+    assert hits.common([Rows(rows, BLOCK), Places(places)], prompt - 1) == Reach(hit, shared)
 
 
-def test_a_window_need_not_be_whole_where_another_group_ends():
+def three_groups() -> None:
+    """What a window group holds ends at 112, and is not whole at 96, where the states end."""
     groups = [Rows(128, BLOCK), Windows(frozenset((0, 1, 2, 5, 6)), 2, BLOCK), Places({32, 48, 96})]
     assert [g.deepest(199) for g in groups] == [128, 112, 96]
     for order in (groups, groups[::-1], [groups[1], groups[2], groups[0]]):
-        assert (common(order, 199).hit, common(order, 199).shared) == (48, 128)
+        found = resolve_hit(order, 199, False, None)
+        assert all(stands(g, found.tokens) for g in groups)
+        assert (found.tokens, found.shared) == (48, 128)
+
+
+def test_a_window_need_not_be_whole_where_another_group_ends():
+    three_groups()
+
+
+@pytest.mark.parametrize("rule", [min, max])
+def test_what_each_group_can_alone_does_not_tell_what_all_can(monkeypatch, rule):
+    """Mutants: the least, or the most, of what each group holds."""
+    monkeypatch.setattr(hits, "common", lambda groups, limit: Reach(rule(g.deepest(limit) for g in groups)))
+    with pytest.raises(AssertionError):
+        three_groups()
 
 
 def test_nothing_is_kept_of_it_or_nothing_can_be_used():
     assert resolve_hit([], 99, True, lambda at: NOTHING, block=BLOCK) == Hit(0, asked=0)
-    assert common([Rows(96), Places({64})], 0).hit == 0
+    assert hits.common([Rows(96), Places({64})], 0).hit == 0
 
 
 def test_who_has_not_answered_is_asked_again():
@@ -98,6 +113,8 @@ def test_of_a_diverged_hit_the_tail_is_worth_nothing():
     groups = [Rows(36), Places({20})]
     found = resolve_hit(groups, 36, True, lambda at: Offer(4), block=BLOCK)
     assert (found.tokens, found.external, found.promised, found.common) == (36, 4, True, 20)
+    found = resolve_hit([Rows(37), Places({35})], 40, True, lambda at: Offer(2), block=BLOCK)
+    assert (found.tokens, found.promised) == (35, False), "what is offered ends before the place that is held anyway"
 
 
 def test_a_state_alone_may_be_brought():
@@ -184,7 +201,7 @@ def stands(group, place: int) -> bool:
     return place in group.places and place % group.unit == 0
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(st.lists(GROUP, max_size=4), st.integers(0, 130), st.booleans(), st.integers(0, 140), st.integers(0, 140))
 def test_it_stands_or_is_promised_to(groups, limit, capable, upto, where):
     ask, asked = filled(min(upto, limit))
@@ -195,7 +212,7 @@ def test_it_stands_or_is_promised_to(groups, limit, capable, upto, where):
             return plain(at) or Offer(stands=where if where <= at else 0)
 
     found = resolve_hit(groups, limit, capable, ask, block=BLOCK)
-    agreed = common(groups, limit).hit
+    agreed = hits.common(groups, limit).hit
     every = [p for p in range(limit + 1) if all(stands(g, p) for g in groups)] if groups else [0]
     assert agreed in every
     if all(g.unit == 1 for g in groups if g.whole):  # else it is not looked for between the units of rows

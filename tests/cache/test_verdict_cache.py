@@ -24,12 +24,10 @@ SIGN = {Verdict.HIT: "H", Verdict.MISS: "M", Verdict.RETRY: "R"}
 class Tier:
     """A folder of blocks. ``steps`` are what worker threads would do, done when ``settle`` is called."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: type[Verdicts] = Verdicts) -> None:
         self.folder = folder
         self.steps: deque = deque()
-        self.verdicts: Verdicts[str] = Verdicts(
-            lambda keys: {k: (folder / k).exists() for k in keys}, self.steps.append
-        )
+        self.verdicts: Verdicts[str] = kind(lambda keys: {k: (folder / k).exists() for k in keys}, self.steps.append)
         self.loads = 0
         for i, key in enumerate(KEYS):
             (folder / key).write_bytes(bytes([i]) * SIZE)
@@ -109,13 +107,16 @@ TABLE = {
 
 @pytest.mark.parametrize("case", TABLE)
 def test_a_load_that_fails(case, tmp_path):
+    a_load_that_fails(case, Tier(tmp_path))
+
+
+def a_load_that_fails(case: str, tier: Tier) -> None:
     damage, succeeded, left, seen, again = TABLE[case]
-    tier = Tier(tmp_path)
     assert tier.see("r1") == "HHHH"
     damage(tier)
     blocks = tier.load(KEYS)
     assert blocks == [bytes([i]) * SIZE for i in range(succeeded)]
-    assert sorted(os.listdir(tmp_path)) == left
+    assert sorted(os.listdir(tier.folder)) == left
     assert tier.see("r1") == seen
     assert tier.see("r2") == seen, "while r1 lives, its verdicts hold for all"
     assert tier.verdicts.probed == len(KEYS), "nothing is asked for again"
@@ -126,9 +127,46 @@ def test_a_load_that_fails(case, tmp_path):
     assert tier.see("r3") == again
 
 
+class WithoutMarks(Verdicts):
+    """A mutant: what could not be loaded is still said to be there."""
+
+    def mark_miss(self, keys) -> None:
+        pass
+
+
+class DeletesAll(Tier):
+    """A mutant: whatever fails is removed, though it may be whole."""
+
+    def read(self, path: Path) -> bytes:
+        try:
+            return super().read(path)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+
+@pytest.mark.parametrize("case", [case for case in TABLE if case != "none"])
+def test_a_verdict_that_survives_its_load_shows(case, tmp_path):
+    with pytest.raises(AssertionError):
+        a_load_that_fails(case, Tier(tmp_path, WithoutMarks))
+
+
+def test_a_file_that_could_not_be_opened_is_not_lost(tmp_path):
+    with pytest.raises(AssertionError):
+        a_load_that_fails("k2 links to itself", DeletesAll(tmp_path))
+
+
 def test_a_request_that_goes_on_does_not_load_for_ever(tmp_path):
+    promotes(Tier(tmp_path))
+
+
+def test_without_marks_it_loads_for_ever(tmp_path):
+    with pytest.raises(AssertionError):
+        promotes(Tier(tmp_path, WithoutMarks))
+
+
+def promotes(tier: Tier) -> None:
     """A key that is there and cannot be loaded: 100 steps of a request that promotes what it is told is there."""
-    tier = Tier(tmp_path)
     assert tier.see("r1") == "HHHH"
     loop(tier)
     for _ in range(100):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxkv.cache.record import Reader
+from mlxkv.cache.record import Reader, UnreadableRecord
 from mlxkv.cache.state import SequenceState
 from tests import tiny
 from tests.cache.stores import records, reopened
@@ -70,6 +70,17 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_came_before_the_failure_is_used(written, tmp_path, monkeypatch, case):
+    before_the_failure(written, tmp_path, monkeypatch, case)
+
+
+def test_who_deletes_what_could_not_be_opened_is_found_out(written, tmp_path, monkeypatch):
+    """A mutant: an open error is taken for a proof."""
+    monkeypatch.setattr(UnreadableRecord, "action", "delete")
+    with pytest.raises(AssertionError):
+        before_the_failure(written, tmp_path, monkeypatch, "third-links-to-itself")
+
+
+def before_the_failure(written, tmp_path, monkeypatch, case: str) -> None:
     which, damage, kept, left, reason = CASES[case]
     rt, cold = reopened_copy(written, tmp_path)
     target = block(rt.store.folder.path, which)
@@ -85,6 +96,11 @@ def test_what_came_before_the_failure_is_used(written, tmp_path, monkeypatch, ca
     assert os.path.lexists(target) == left
     assert all(p.exists() for p in others), "files after the failed one may be fine"
     assert set(opened.values()) == {1}, "nothing is read twice, and nothing that failed is tried again"
+    logits, completion = run(rt, TOKENS, keep=False)
+    assert equal(logits, cold)
+    assert completion.usage.cached_tokens == kept * BLOCK, "it is as bad for the next request, and costs no more"
+    assert all(p.exists() for p in others) and os.path.lexists(target) == left
+    assert max(opened.values()) <= 2
     rt.store.close()
 
 

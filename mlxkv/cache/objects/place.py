@@ -109,7 +109,7 @@ class Loop:
     def close(self, timeout: float) -> None:
         with self._lock:
             self._closed = True
-            loop, thread = self._loop, self._thread
+            loop, thread, self._loop = self._loop, self._thread, None
         if loop is None or thread is None:
             return
 

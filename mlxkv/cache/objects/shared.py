@@ -14,16 +14,15 @@ if TYPE_CHECKING:
     from ..store import PrefixStore
 
 #: how long closing goes on sending what waits, seconds
-CLOSE_WITHIN = 5.0
+CLOSE_WITHIN = 10.0
 
 
 @dataclass(frozen=True)
 class ObjectStatus:
-    """Since the store was opened. ``answers``: it did when it was last asked, or was not asked yet; ``why``: what it
-    said, or did not, else. asked, served: requests that looked there, and that got something. waiting: entries that are
+    """Since the store was opened. ``answers``: it did when it was last asked, or was not asked yet; ``why``: what went
+    wrong, else. asked, served: requests that looked there, and that got something. waiting: entries that are
     still to be sent. faults: look-ups and downloads that failed, by reason."""
 
-    url: str
     encrypted: bool
     answers: bool = True
     why: str = ""
@@ -57,7 +56,6 @@ class Shared:
     def status(self) -> ObjectStatus:
         tier, counters = self.tier, self.tier.counters
         return ObjectStatus(
-            url=tier.url,
             encrypted=tier.secret is not None,
             answers=not tier.outage.why,
             why=tier.outage.why,

@@ -119,7 +119,7 @@ class ObjectTier(Remote):
         self.bad: set[str] = set()
         self.verdicts: Verdicts[str] = Verdicts(self._probe, _elsewhere)
         self._listed: OrderedDict[str, Objects] = OrderedDict()
-        self._errors: dict[str, ConnectorError] = {}
+        self._errors: dict[str, str] = {}
         self._asked: dict[int, tuple[Found, Plan]] = {}
         self._transfers: OrderedDict[str, _Transfer] = OrderedDict()
         self._lock = threading.Lock()
@@ -153,7 +153,7 @@ class ObjectTier(Remote):
 
     def _failed(self, why: str, reason: str = "io_error") -> ConnectorError:
         self.counters.fault(reason)
-        return ConnectorError(f"the object store {self.url}: {why}", reason)
+        return ConnectorError(f"{self.url}: {why}", reason)
 
     def _search(self, found: Found) -> Plan:
         """What leads furthest. Raises TimeoutError, Stopped, ConnectorError."""
@@ -203,9 +203,9 @@ class ObjectTier(Remote):
         if not self.verdicts.wait(keys, q.until, q.stopped):
             raise Stopped if q.stopped() else TimeoutError
         with self._lock:
-            error = next((self._errors[key] for key in keys if key in self._errors), None)
-        if error is not None:
-            raise ConnectorError(str(error), error.reason)
+            why = next((self._errors[key] for key in keys if key in self._errors), None)
+        if why is not None:
+            raise self._failed(why)
 
     def _known(self, request: int) -> Callable[[str], Objects | None]:
         def known(name: str) -> Objects | None:
@@ -227,12 +227,12 @@ class ObjectTier(Remote):
             listings = self.loop.run(listed(), time.monotonic() + self.seconds)
         except Exception as e:
             why = describe(e)
-            self.outage.down(why)
-            error = self._failed(why)
+            if not isinstance(e, concurrent.futures.CancelledError):  # the tier is being closed
+                self.outage.down(why)
             with self._lock:
                 if len(self._errors) > _LISTED:
                     self._errors.clear()
-                self._errors.update((key, error) for key in keys)
+                self._errors.update((key, why) for key in keys)
             raise
         self.outage.up()
         found: dict[str, dict[tuple[str, int], int]] = {}

@@ -1,4 +1,4 @@
-"""Uploads: what has become durable here is sent to the object store, in the background, one entry after the other.
+"""Uploads: what has become durable here is sent to the object store, in the background, some entries at a time.
 
 A thread with an index of its own, which never touches MLX. Records are read and verified before they are sent. A full
 block is sent whole, whatever its pieces are here; a leaf as it is where its rows begin at the start of its block or
@@ -9,17 +9,19 @@ what is there, so that what was interrupted, or stored while the store could not
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import logging
-import sqlite3
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..connectors import ConnectorError
 from ..folder import CacheFolder
 from ..index import Entry, Index
 from ..keys import KeySpace
@@ -42,6 +44,9 @@ _BEGIN = 2.0
 _LIST, _PUT, _RATE = 10.0, 30.0, 1 << 20
 #: seconds until the next try after a failure, at first and at most
 _AGAIN, _MOST_AGAIN = 1.0, 60.0
+#: entries that are sent at a time, and bytes of them that are under way
+_BATCH, _UNDER_WAY = 8, 64 << 20
+_TICK = 0.05
 #: places whose listings are remembered
 _PLACES = 1024
 
@@ -55,8 +60,10 @@ class Uploads:
         self._tier, self._folder, self._layout, self._roots = tier, folder, layout, roots
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._backlog: deque[bytes] = deque()
+        self._batch: list[bytes] = []  # which is being sent
         self._compared = False
         self._there: OrderedDict[str, set[str]] = OrderedDict()  # place -> names
+        self._puts: list[_Put] = []  # under way
         self._until = float("inf")
         self._closing = self._failing = False
         self._begun = time.monotonic()
@@ -66,8 +73,8 @@ class Uploads:
 
     @property
     def waiting(self) -> int:
-        """Entries that were stored since the start and wait to be sent."""
-        return len(self._queue)
+        """Entries that were stored since the start and wait to be sent, or are being sent."""
+        return len(self._queue) + len(self._batch)
 
     def offer(self, key: bytes) -> None:
         """Something of this entry has become durable. Any thread."""
@@ -80,7 +87,14 @@ class Uploads:
     def flush(self, timeout: float) -> bool:
         """Wait until nothing waits to be sent, the comparison after the start excepted; False on time-out."""
         with self._wake:
-            return self._wake.wait_for(lambda: not self._queue, timeout)
+            return self._wake.wait_for(lambda: not self.waiting, timeout)
+
+    def wait_compared(self, timeout: float) -> bool:
+        """Have what was here at the start compared now, and wait until all is sent; False on time-out."""
+        with self._wake:
+            self._begun = float("-inf")
+            self._wake.notify_all()
+            return self._wake.wait_for(lambda: self._compared and not self._backlog and not self.waiting, timeout)
 
     def close(self, timeout: float) -> bool:
         """Send what waits, for at most so many seconds and unless the store does not answer; the rest is for the next
@@ -90,7 +104,7 @@ class Uploads:
             self._until = time.monotonic() + timeout
             self._wake.notify_all()
         self._thread.join(timeout + 1.0)
-        if left := len(self._queue):
+        if left := self.waiting:
             log.info("%d entries are left to be sent to the object store after the next start", left)
         return not self._thread.is_alive()
 
@@ -99,64 +113,62 @@ class Uploads:
     def _run(self) -> None:
         index: Index | None = None
         again = _AGAIN
-        while (key := self._next()) is not None:
+        while (batch := self._next()) is not None:
             try:
                 if index is None or index.replaced():
                     if index is not None:
                         index.close()
                     index = Index(self._folder.path)
-                if not self._compared and not key:
+                if batch:
+                    self._send_all(index, batch)
+                else:
                     self._compare(index)
-                    continue
-                self._send(index, key)
-            except (sqlite3.Error, RecordError, OSError) as e:
-                if not isinstance(e, TimeoutError):  # of what is here: it costs this entry
-                    self._done(key)
-                    if not isinstance(e, MissingRecord):
-                        self._tier.counters.upload_faults += 1
-                        log.info("%s is not sent to the object store: %s", key.hex()[:12], describe(e))
-                    continue
-                again = self._pause(e, again)
             except Exception as e:
-                again = self._pause(e, again)
-            else:
-                self._failing, again = False, _AGAIN
-                self._done(key)
+                again = self._pause(e, batch, again)
+                continue
+            self._failing, again = False, _AGAIN
+            with self._wake:
+                self._batch = []
+                self._wake.notify_all()
         if index is not None:
             index.close()
 
-    def _next(self) -> bytes | None:
-        """The entry to be sent now, b"" for the comparison; None: that was all."""
+    def _next(self) -> list[bytes] | None:
+        """The entries to be sent now, none for the comparison; None: that was all."""
         with self._wake:
             while True:
-                if self._closing and (not self._queue or self._failing or time.monotonic() > self._until):
+                hopeless = self._failing or self._tier.outage.resting
+                if self._closing and (not self._queue or hopeless or time.monotonic() > self._until):
                     return None
                 if self._queue:
-                    return next(iter(self._queue))
+                    self._batch = [self._queue.popitem(last=False)[0] for _ in range(min(_BATCH, len(self._queue)))]
+                    return self._batch
                 if self._backlog:
-                    return self._backlog[0]
+                    self._batch = [self._backlog.popleft() for _ in range(min(_BATCH, len(self._backlog)))]
+                    return self._batch
                 left = self._begun + _BEGIN - time.monotonic()
                 if not self._compared and left <= 0:
-                    return b""
+                    return []
                 self._wake.wait(None if self._compared else left)
 
-    def _done(self, key: bytes) -> None:
-        with self._wake:
-            self._queue.pop(key, None)
-            if self._backlog and self._backlog[0] == key:
-                self._backlog.popleft()
-            if not key:
-                self._compared = True
-            self._wake.notify_all()
-
-    def _pause(self, e: Exception, seconds: float) -> float:
-        """The store does not answer; how long to wait the next time."""
+    def _pause(self, e: Exception, batch: list[bytes], seconds: float) -> float:
+        """The store does not answer, or the index; all of the batch is tried again. How long to wait the next time."""
+        for put in self._puts:
+            put.future.cancel()
+        self._puts = []
         self._tier.counters.upload_faults += 1
         self._there.clear()
-        if not self._failing:
+        if not self._failing and not self._closing:
             log.warning("nothing is sent to the object store for now: %s", describe(e))
         self._failing = True
         with self._wake:
+            self._batch = []
+            for key in reversed(batch):
+                self._queue[key] = None
+                self._queue.move_to_end(key, last=False)
+            if not batch:
+                self._compared = True  # after the next start
+            self._wake.notify_all()
             self._wake.wait_for(lambda: self._closing, seconds)
         return min(2 * seconds, _MOST_AGAIN)
 
@@ -169,36 +181,62 @@ class Uploads:
             self._backlog.extend(keys)
             self._compared = True
 
-    # one entry
+    # a batch
 
-    def _send(self, index: Index, key: bytes) -> None:
-        """Send what the store lacks of an entry. Raises what reading raises, and what the store does."""
-        entry = index.entry(key)
-        if entry is None:
-            return
+    def _send_all(self, index: Index, batch: list[bytes]) -> None:
+        """Raises ConnectorError where the store does not answer; what cannot be read here costs its entry."""
         names = self._tier.names
-        place, entry_id = names.place(entry.root, entry.parent, entry.tokens), names.id(key)
-        there = self._listed(place)
-        full = entry.end - entry.start == names.block
-        cut, pieces = self._cut(index, entry, full)
-        if not any((n := parse(name)) is not None and n[0] == entry_id and n[1] == "rows" for name in there):
-            for kind in self._layout.row_kinds[::-1]:  # rows last: they say that all is there
-                if pieces and all(kind in p.entry.kinds for p in pieces):
+        entries = [entry for key in batch if (entry := index.entry(key)) is not None]
+        self._list([names.place(e.root, e.parent, e.tokens) for e in entries])
+        for entry in entries:
+            try:
+                self._send(index, entry)
+            except MissingRecord:  # evicted, or merged, a moment ago
+                continue
+            except (RecordError, OSError) as e:
+                self._tier.counters.upload_faults += 1
+                log.info("%s is not sent to the object store: %s", entry.key.hex()[:12], describe(e))
+        self._settle()
+
+    def _send(self, index: Index, entry: Entry) -> None:
+        """Send what the store lacks of an entry. Raises RecordError, ConnectorError."""
+        names = self._tier.names
+        place, entry_id = names.place(entry.root, entry.parent, entry.tokens), names.id(entry.key)
+        named = [n for name in self._listed(place) if (n := parse(name)) is not None and n[0] == entry_id]
+        have = {(kind, cut) for _, kind, cut in named}
+        cut, pieces = self._cut(index, entry, entry.end - entry.start == names.block)
+        mine = [kind for kind in self._layout.row_kinds if pieces and all(kind in p.entry.kinds for p in pieces)]
+        if not any(all((kind, c) in have for kind in mine) for c in {c for kind, c in have if kind == "rows"}):
+            for kind in mine:
+                if (kind, cut) not in have:
                     self._put(place, file_name(entry_id, kind, cut), *self._joined(entry, pieces, kind))
-        if "state" in entry.kinds and (name := file_name(entry_id, "state", 0)) not in there:
-            with Reader.open(self._folder.file(key, "state")) as reader:
-                self._put(place, name, reader.meta, _body(reader))
+        if "state" in entry.kinds and ("state", 0) not in have:
+            with Reader.open(self._folder.file(entry.key, "state")) as reader:
+                self._put(place, file_name(entry_id, "state", 0), reader.meta, _body(reader))
+
+    def _list(self, places: list[str]) -> None:
+        """Have these places listed, all at once. Raises ConnectorError."""
+        tier, todo = self._tier, list({place for place in places if place not in self._there})
+
+        async def listed() -> list[dict[str, int]]:
+            return await asyncio.gather(*(tier.place.names(place, _LIST) for place in todo))
+
+        if not todo:
+            return
+        try:
+            found = tier.loop.run(listed(), time.monotonic() + 2 * _LIST, self._late)
+        except Exception as e:
+            raise ConnectorError(describe(e)) from None
+        for place, listing in zip(todo, found, strict=True):
+            self._there[place] = set(listing)
+        while len(self._there) > max(_PLACES, len(todo)):
+            self._there.popitem(last=False)
 
     def _listed(self, place: str) -> set[str]:
-        """Names of the objects in a place, without those that failed a check."""
-        tier = self._tier
-        if place not in self._there:
-            listing = tier.loop.run(tier.place.names(place, _LIST), time.monotonic() + _LIST)
-            self._there[place] = set(listing)
-            if len(self._there) > _PLACES:
-                self._there.popitem(last=False)
+        """Names of the objects in a place, without those that failed a check. Raises ConnectorError."""
+        self._list([place])
         self._there.move_to_end(place)
-        return {name for name in self._there[place] if f"{place}/{name}" not in tier.bad}
+        return {name for name in self._there[place] if f"{place}/{name}" not in self._tier.bad}
 
     def _cut(self, index: Index, entry: Entry, full: bool) -> tuple[int, list[Piece]]:
         """Where the rows that are sent begin, in tokens of the entry, and the pieces that hold them; no pieces where
@@ -247,20 +285,47 @@ class Uploads:
                     return reader.meta
         raise MissingRecord("no file of the entry is left")
 
+    def _late(self) -> bool:
+        return time.monotonic() > self._until
+
     def _put(self, place: str, name: str, meta: Meta, body: Body) -> None:
+        """Begin to send a record; several are under way at a time. Raises ConnectorError."""
         tier = self._tier
         header, data = encode(meta, body)
         secret = tier.secret
         whole = b"".join([header, *data]) if secret is None else secret.seal(meta.key, meta.kind, [header, *data])
+        if self._puts and sum(put.size for put in self._puts) + len(whole) > _UNDER_WAY:
+            self._settle()
         within = _PUT + len(whole) / _RATE
-        until = min(time.monotonic() + within, self._until)
-        path = f"{place}/{name}"
-        tier.loop.run(tier.place.put(path, whole, within), until, lambda: time.monotonic() > self._until)
+        future = tier.loop.begin(tier.place.put(f"{place}/{name}", whole, within))
+        self._puts.append(_Put(future, f"{place}/{name}", len(whole)))
         self._there.setdefault(place, set()).add(name)
-        tier.bad.discard(path)
-        tier.counters.uploaded_records += 1
-        tier.counters.uploaded_bytes += len(whole)
-        tier.outage.up()
+
+    def _settle(self) -> None:
+        """Wait for what is under way. Raises ConnectorError."""
+        tier = self._tier
+        while self._puts:
+            put = self._puts[0]
+            try:
+                put.future.result(_TICK)
+            except concurrent.futures.TimeoutError as e:
+                if put.future.done() or self._late():
+                    raise ConnectorError(describe(e)) from None
+                continue
+            except Exception as e:
+                raise ConnectorError(describe(e)) from None
+            self._puts.pop(0)
+            tier.bad.discard(put.path)
+            tier.counters.uploaded_records += 1
+            tier.counters.uploaded_bytes += put.size
+            tier.outage.up()
+
+
+@dataclass(frozen=True)
+class _Put:
+    future: concurrent.futures.Future[None]
+    path: str
+    size: int
 
 
 def _body(reader: Reader) -> Body:
