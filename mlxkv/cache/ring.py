@@ -433,7 +433,8 @@ def spare_bytes(live: Layout, spare: int) -> int:
 
 
 def _longer(member: MemberSpec, spare: int) -> int:
-    """Bytes that rows of which entries are made take beyond what is stored of them."""
+    """Bytes that the ring of rows of which entries are made is longer by, as it is and as it was before the last
+    forward."""
     params = dict(member.params)
     least = Geometry.serving(params["ratio"], bool(params["overlap"]))
-    return sum(t.nbytes(0) for t in member.tensors) * (least.ring_for(spare + 1) - least.window) // least.window
+    return sum(t.nbytes(0) for t in member.tensors) * 2 * (least.ring_for(spare + 1) - least.window) // least.window

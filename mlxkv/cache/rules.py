@@ -47,6 +47,11 @@ def _last(m: Ruled, position: int) -> Spans:
     return [(0, m.keep), (position - window, position)]
 
 
+def _before(m: Ruled, position: int) -> Spans:
+    """The last ``window`` rows of a window that is one longer: the next token brings its own."""
+    return [(max(0, position - _size(m, 0)), position)]
+
+
 def _chunk(m: Ruled, position: int) -> Spans:
     """What was read of the chunk in which the next token lies; nothing where it begins one."""
     return [(position // _size(m) * _size(m), position)]
@@ -63,7 +68,7 @@ RULES: dict[str, Callable[[Ruled, int], Spans]] = {
     "head": _all,
     "entries": _all,
     "window": _last,
-    "latents": _last,
+    "latents": _before,
     "chunked": _chunk,
     "recurrent": _none,
     "hidden": _none,
@@ -87,11 +92,12 @@ def rule(m: Ruled) -> Callable[[Ruled, int], Spans]:
     return RULES[m.kind]
 
 
-def _size(m: Ruled) -> int:
-    """How many rows a window or chunk has. Raises RuleError where it has none."""
-    if m.window is None or m.window < 1:
+def _size(m: Ruled, least: int = 1) -> int:
+    """How many rows a window or chunk has. Raises RuleError where these are fewer than ``least``."""
+    if m.window is None or m.window < least:
         raise RuleError(
-            f"Layer {'.'.join(map(str, m.path))} attends within {m.window} tokens ({m.kind}): it must be one at least."
+            f"Layer {'.'.join(map(str, m.path))} ({m.kind}) attends within {m.window} tokens: it must be {least} at "
+            "least."
         )
     return m.window
 
@@ -103,7 +109,7 @@ def window_blocks(m: Ruled, block: int) -> int | None:
     kept = rule(m)
     if kept is _all:
         return None
-    return 1 if kept is _none else -(-_size(m) // block)
+    return 1 if kept is _none else -(-_size(m, 0 if kept is _before else 1) // block)
 
 
 def required_blocks(m: Ruled, block: int, position: int) -> int:

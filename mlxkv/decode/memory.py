@@ -86,8 +86,8 @@ def member_bytes(member: MemberSpec, rows: int, chunk: int = 1) -> int:
     """Bytes of a member in such a sequence: what growing and recurrent ones allocate, the most that others do."""
     # hidden states wait for the head, so many at most
     times = min(rows, max(chunk, HEAD_BEHIND)) if member.kind == "hidden" else 1
-    if member.kind == "pending":  # the ring as it is and as it was before the last forward, and that one's rows
-        times = 2 + -(-chunk // max(1, member.tensors[0].shape[2]))
+    if member.kind == "pending":  # as of "latents"; a ring without spare rows is as long as what is stored of it
+        return sum(t.nbytes(0) * (2 * (t.shape[2] + 1) + chunk) // t.shape[2] for t in member.tensors)
     return times * sum(t.nbytes(member_rows(member, rows, chunk)) for t in member.tensors)
 
 

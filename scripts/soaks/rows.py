@@ -34,7 +34,7 @@ def rows(folder: Path, rng: random.Random, seconds: float) -> Rows:
     """Every architecture and every cache class at least once, in random order, then over and over; one schedule in
     eight, once each had its turn, of compiled steps."""
     result, until, round = Rows(), time.monotonic() + seconds, 0
-    names = [*tiny.ARCHS, *tiny.MORE_ARCHS, *CACHES]
+    names = [*tiny.ARCHS, *tiny.MORE_ARCHS, *tiny.OWN_ARCHS, *CACHES]
     while not round or time.monotonic() < until:
         for name in rng.sample(names, len(names)):
             if round and time.monotonic() >= until:

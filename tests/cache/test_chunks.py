@@ -9,6 +9,7 @@ import pytest
 
 from mlxkv.cache.record import Reader
 from mlxkv.cache.rules import RULES
+from mlxkv.cache.store import PrefixStore
 from mlxkv.decode.options import Options
 from mlxkv.decode.runtime import Runtime, open_runtime
 from tests import tiny
@@ -19,8 +20,11 @@ from tests.probe import TOLERANCE, run
 TOKENS = tiny.ids(201, seed=21)
 
 
-def opened(model: Path, folder: Path, block: int) -> Runtime:
-    return open_runtime(Options(model=model, cache_dir=folder, block_size=block, ram_budget=0, prefill_chunk=12))[0]
+def opened(model: Path, folder: Path, block: int) -> tuple[Runtime, PrefixStore]:
+    options = Options(model=model, cache_dir=folder, block_size=block, ram_budget=0, prefill_chunk=12)
+    rt, _ = open_runtime(options)
+    assert rt.store is not None
+    return rt, rt.store
 
 
 def made(folder: Path, chunk: int) -> Path:
@@ -46,15 +50,15 @@ def held(path: Path) -> range:
 @pytest.mark.parametrize(("chunk", "block", "last"), [(8, 4, 18), (6, 12, 26), (8, 5, 42)])
 def test_every_place_is_resumed_with_the_logits_of_a_cold_run(tmp_path, chunk, block, last):
     model = made(tmp_path, chunk)
-    rt = opened(model, tmp_path / "c", block)
+    rt, store = opened(model, tmp_path / "c", block)
     for n in range(1, last):  # each end of a prompt is a place
         run(rt, TOKENS[: n + 1])
-    rt.store.close()
-    rt = opened(model, tmp_path / "c", block)
+    store.close()
+    rt, store = opened(model, tmp_path / "c", block)
     places = [*range(1, last)]
     assert [resumed(rt, n) for n in places] == places
-    assert not rt.store.faults and rt.store.restores.nbytes_read["ssd"]
-    rt.store.close()
+    assert not store.faults and store.restores.nbytes_read["ssd"]
+    store.close()
 
 
 # (chunk, block, place, blocks whose windows are read): D.3, with its block more than ceil(chunk / block)
@@ -63,25 +67,25 @@ EXACT = [(8, 3, 15, [2, 3, 4]), (8, 5, 31, [4, 5, 6]), (12, 8, 24, []), (8, 8, 1
 
 @pytest.mark.parametrize(("chunk", "block", "n", "blocks"), EXACT)
 def test_just_the_blocks_that_are_needed_are_read(tmp_path, chunk, block, n, blocks):
-    rt = opened(made(tmp_path, chunk), tmp_path / "c", block)
+    rt, store = opened(made(tmp_path, chunk), tmp_path / "c", block)
     run(rt, TOKENS[: n + 1])
-    assert rt.store.writer.flush(20)
+    assert store.writer.flush(20)
     windows = {path: held(path) for path in records(tmp_path / "c", "window")}
     assert sorted(p for span in windows.values() for p in span) == [*range(n + 1)]  # the last one is the answer's
     needed = [path for path, span in windows.items() if span.start < n and span.start // block in blocks]
     assert len(needed) == len(blocks)
     for path in windows.keys() - set(needed):
         path.unlink()
-    assert resumed(rt, n) == n and not rt.store.faults
+    assert resumed(rt, n) == n and not store.faults
     for path in needed:  # without any of them it is not
         kept = path.read_bytes()
         path.unlink()
         assert resumed(rt, n, cold=path == needed[0]) < n
-        rt.store.close()
+        store.close()
         path.write_bytes(kept)
-        rt = opened(tmp_path / "m", tmp_path / "c", block)
+        rt, store = opened(tmp_path / "m", tmp_path / "c", block)
         assert resumed(rt, n, cold=False) == n
-    rt.store.close()
+    store.close()
 
 
 # what other runtimes had, or might have: rows of whole blocks, rounded down; a window that ends at the prompt's end
@@ -95,29 +99,29 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_another_rule_is_no_hit(tmp_path, monkeypatch, name):
-    rt = opened(made(tmp_path, 8), tmp_path / "c", 3)
+    rt, store = opened(made(tmp_path, 8), tmp_path / "c", 3)
     run(rt, TOKENS[:16])
-    assert rt.store.writer.flush(20)
+    assert store.writer.flush(20)
     assert resumed(rt, 15) == 15
     monkeypatch.setitem(RULES, "chunked", MUTANTS[name])
-    assert resumed(rt, 15) == 0 and rt.store.faults
-    rt.store.close()
+    assert resumed(rt, 15) == 0 and store.faults
+    store.close()
 
 
 def test_a_growing_conversation_writes_each_row_once(tmp_path):
     """Each turn resumes where the last one ended, whichever chunk that is in, and adds its own rows."""
     model = made(tmp_path, 12)
-    rt = opened(model, tmp_path / "c", 8)
+    rt, store = opened(model, tmp_path / "c", 8)
     written, at = [], 0
     for n in range(20, 201, 20):
         _, completion = run(rt, TOKENS[:n], max_tokens=1)
         assert completion.usage.cached_tokens == at
-        assert rt.store.writer.flush(20)
+        assert store.writer.flush(20)
         at = n
         written.append(sum(path.stat().st_size for path in records(tmp_path / "c")))
         for kind in ("rows", "window"):
             spans = sorted((held(path) for path in records(tmp_path / "c", kind)), key=lambda span: span.start)
             assert [p for span in spans for p in span] == [*range(n)]
-    rt.store.close()
+    store.close()
     first, *_, last = (b - a for a, b in zip(written, written[1:], strict=False))
     assert last < 1.3 * first  # bytes, headers and all

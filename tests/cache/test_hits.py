@@ -113,6 +113,8 @@ def test_of_a_diverged_hit_the_tail_is_worth_nothing():
     groups = [Rows(36), Places({20})]
     found = resolve_hit(groups, 36, True, lambda at: Offer(4), block=BLOCK)
     assert (found.tokens, found.external, found.promised, found.common) == (36, 4, True, 20)
+    found = resolve_hit([Rows(37), Places({35})], 40, True, lambda at: Offer(2), block=BLOCK)
+    assert (found.tokens, found.promised) == (35, False), "what is offered ends before the place that is held anyway"
 
 
 def test_a_state_alone_may_be_brought():

@@ -175,3 +175,14 @@ def test_more_drafts_than_rings_of_compression_serve_fail_here_as_in_an_engine(c
     check = checks(cli(*given, "--draft-depth", 6))["drafts"]
     assert check["status"] == "fail" and "12 rows that compression at ratio 4 keeps serves 5 at most" in check["detail"]
     assert "--ring-spare 6 or more, which makes a ring of 16 rows" in check["cure"]
+
+
+def test_an_architecture_of_our_own(cli, home):
+    folder = tiny.make("deepseek_v4", home / "model")
+    found = cli("doctor", "--model", folder, "--json")
+    assert found.code == 0 and "4 latents" in checks(found)["state"]["detail"]
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"sqrtsoftplus"', '"tanh"'))
+    found = cli("doctor", "--model", folder, "--json")
+    assert found.code == 1
+    assert ["scoring_func is 'tanh'" in c["detail"] for c in found.json["checks"] if c["status"] == "fail"] == [True]

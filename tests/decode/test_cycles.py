@@ -21,7 +21,7 @@ from tests.architectures import DRAFTS_INEXACT
 from tests.cache.batch.schedules import Twin, apart, farthest, tolerance
 from tests.decode.scripted import PATTERNS, pattern
 
-ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS)
+ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS, *tiny.OWN_ARCHS)
 #: recurrent layers without a journal, or state of no known kind
 WITHOUT = {
     "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "jamba", "kimi_k3", "longcat_flash_ngram",

@@ -167,7 +167,7 @@ def test_look_ahead_is_part_of_what_is_asked_for(tiny_model):
     assert rows == {"off": 256, "ngram": 256, "mtp": 512}
 
 
-@pytest.mark.parametrize("arch", ["qwen3_5", "gemma3_text", "falcon_h1", "lfm2", "llama"])
+@pytest.mark.parametrize("arch", ["qwen3_5", "gemma3_text", "falcon_h1", "lfm2", "llama", "deepseek_v4"])
 def test_a_cycle_holds_no_more_than_is_charged(arch):
     """Arrays of the state before and after a forward over drafts, and of rings, by their own sizes."""
     model, _ = tiny.build(arch)

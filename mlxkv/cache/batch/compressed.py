@@ -59,8 +59,9 @@ class Part:
         self.pending.write(rows)
         _, closes, reads = place.once(("step", geometry), lambda: planned.decode(geometry, place.after))
         there = (reads < geometry.ring)[:, None]
-        at = mx.broadcast_to(reads[..., None], (*reads.shape, rows.shape[2]))
-        windows = mx.take_along_axis(self.pending.array[:, 0], at, axis=1)[:, None]
+        # whole rows are copied: faster than an index for each number
+        flat = reads + (mx.arange(reads.shape[0]) * (geometry.ring + 1))[:, None]
+        windows = mx.take(self.pending.array.reshape(-1, rows.shape[2]), flat, axis=0)[:, None]
         windows = mx.where(there[..., None], windows, mx.zeros((), windows.dtype))
         return (place.offsets // geometry.ratio)[:, None], closes[:, None], windows, there
 

@@ -23,8 +23,8 @@ from .rotary import Rotary
 #: numbers that MLX sums side by side at most; a rest is summed after them
 _LANES = 16
 _HIDDEN = -1e30  # finite: 0 · inf and a softmax over nothing are NaN
-#: bytes of the rows that are gathered for several queries at once
-_GATHERED = 1 << 27
+#: bytes that may be taken for several queries at once: their rows, logits and scores
+_AT_ONCE = 1 << 28
 
 
 def attend(
@@ -39,12 +39,15 @@ def attend(
     """softmax(scale · q·k, sink) · k, in float32. q [B, S, H, D]; each query's ``own`` rows [B, S, K, D], and rows that
     are ``shared`` by all, [B, E, D] or None; masks [B, S, K] and [B, S, E]; sinks [H] -> [B, S, H, D].
 
-    The sink is one more logit in the denominator, without a value (Xiao et al., arXiv:2309.17453).
+    The sink is one more logit in the denominator, without a value (Xiao et al., arXiv:2309.17453). What is hidden may
+    be anything, NaN too.
     """
     batch, length, heads, dim = q.shape
+    own = mx.where(own_mask[..., None], own, 0.0)
     logits = [mx.broadcast_to(sinks[:, None], (batch, length, heads, 1))]
     logits.append(mx.where(own_mask[:, :, None], (q @ own.swapaxes(2, 3)) * scale, _HIDDEN))
     if shared is not None and shared_mask is not None:
+        shared = mx.where(mx.any(shared_mask, axis=1)[..., None], shared, 0.0)
         dots = q.reshape(batch, length * heads, dim) @ shared.swapaxes(1, 2)
         dots = dots.reshape(batch, length, heads, -1) * scale
         logits.append(mx.where(shared_mask[:, :, None], dots, _HIDDEN))
@@ -101,8 +104,7 @@ class Attention(nn.Module):
         seen = cache.update_window(self._rotary.run(self.kv_norm(self.kv_proj(x)), offset))
         read = self._entries(x, residual, offset, cache) if self.ratio else None
 
-        kept = cache.window + (min(self.indexer.topk, read.entries.shape[1]) if read and read.choose else 0)
-        step = max(1, _GATHERED // (4 * self.head_dim * kept * batch))
+        step = max(1, _AT_ONCE // (4 * batch * self._numbers(cache.window, read)))
         out = [self._attend(q[:, a : a + step], seen, read, a) for a in range(0, length, step)]
         out = out[0] if len(out) == 1 else mx.concatenate(out, axis=1)
 
@@ -131,6 +133,14 @@ class Attention(nn.Module):
             return best(scored, visible[:, a:b], self.indexer.topk)
 
         return _Entries(entries, visible, choose)
+
+    def _numbers(self, window: int, read: _Entries | None) -> int:
+        """How many are computed for one query."""
+        entries = 0 if read is None else read.entries.shape[1]
+        if read is None or read.choose is None:
+            return window * self.head_dim + (window + entries) * self.num_heads
+        own = window + min(self.indexer.topk, entries)
+        return own * (self.head_dim + self.num_heads) + entries * self.indexer.num_heads
 
     def _attend(self, q: mx.array, seen: Any, read: _Entries | None, a: int) -> mx.array:
         """Of the queries a … a + S − 1 of this forward, q [B, S, H, D]; float32."""

@@ -53,8 +53,9 @@ _RENAMES = [
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.(weight|scale)")
 #: not of the text model, or of a prediction head
 _DROPPED = re.compile(r"(model\.)?(mtp|vision|aligner)\.")
-#: rows and columns that share a scale: of fp4, of fp8 in MLX's own form, in tiles
+#: columns of a row that share a scale in MLX's forms, and the sides of tiles that do in a checkpoint's fp8
 _GROUP = 32
+_TILES = (128, 32)
 
 
 def quantization(config: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +135,13 @@ def _repacked(weight: mx.array, scale: mx.array) -> tuple[mx.array, mx.array]:
         scale = (mx.round(mx.log2(scale.astype(mx.float32))) + 127).astype(mx.uint8)
     rows, wide = weight.shape[-2:]
     if scale.shape[-2] != rows:  # in tiles, so that it is fp8: a byte a number
-        tall = next(n for n in (_GROUP, 128) if -(-rows // n) == scale.shape[-2])
-        scale = mx.repeat(scale, tall, axis=-2)[..., :rows, :]
-        scale = mx.repeat(scale, tall // _GROUP, axis=-1)[..., : wide // _GROUP]
+        sides = [n for n in _TILES if (-(-rows // n), -(-wide // n)) == scale.shape[-2:]]
+        if not sides:
+            raise ModelError(
+                f"A matrix of {rows} x {wide} comes with {scale.shape[-2]} x {scale.shape[-1]} scales: they are not of "
+                f"tiles of {' or '.join(map(str, _TILES))}.",
+                "Use the published checkpoint, or one that mlxkv has converted.",
+            )
+        scale = mx.repeat(scale, sides[0], axis=-2)[..., :rows, :]
+        scale = mx.repeat(scale, sides[0] // _GROUP, axis=-1)[..., : wide // _GROUP]
     return weight.view(mx.uint32), scale

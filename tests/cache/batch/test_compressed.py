@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -11,7 +12,7 @@ from mlxkv.cache.batch import Batch, BatchError
 from mlxkv.cache.layout import probe
 from mlxkv.decode.step import Steps
 from tests import tiny
-from tests.cache.batch.compressing import LAYERS, Compressing
+from tests.cache.batch.compressing import Compressing
 from tests.cache.batch.schedules import Schedule, Twin, apart, tolerance
 
 DRAFTS = 5
@@ -43,29 +44,30 @@ def test_wide_steps_over_short_rings():
     assert schedule.moves["cycle"] > 5
 
 
-def test_compiled():
-    """One trace of each kind serves every position: nothing of a row is frozen in it."""
-    model = Compressing(LAYERS[1:2])
-    make = partial(model.make_cache, DRAFTS)
-    batch, steps = Batch(make, probe(model, make), 2, 64, spare=DRAFTS), Steps(model, compile="on")
-    twins = [Twin.start(model, make, tiny.ids(n), 16, True) for n in (3, 14)]
-    for slot, twin in enumerate(twins):
-        batch.join(slot, twin.copy(make))
-    for i, kept in enumerate(([3, 1], [2, 6], [6, 4], [1, 1], [5, 2])):
-        ids = [[twin.token, *tiny.ids(DRAFTS, 10 * i + slot)] for slot, twin in enumerate(twins)]
-        logits = steps.verify(batch, mx.array(ids, mx.int32))
-        mx.eval(logits, batch.live())
-        steps.commit(batch, kept)
-        for slot, twin in enumerate(twins):
-            worst = max(apart(logits[slot, j], twin.feed([ids[slot][j]])) for j in range(kept[slot]))
-            assert worst <= tolerance(), (i, slot)
-        for _ in range(2):
-            plain = [twin.token for twin in twins]
-            logits = steps.run(batch, mx.array(plain, mx.int32))
-            mx.eval(logits, batch.live())
-            for slot, twin in enumerate(twins):
-                assert apart(logits[slot], twin.feed([plain[slot]])) <= tolerance(), (i, slot)
-    assert steps.traces == 2
+class Unread(list):
+    """Positions that nobody may ask for."""
+
+    def __getitem__(self, key):
+        raise AssertionError("a step asked the host where its rows stand")
+
+    def __iter__(self):
+        raise AssertionError("a step asked the host where its rows stand")
+
+
+@pytest.mark.parametrize("width", [1, DRAFTS + 1])
+def test_a_step_knows_where_its_rows_stand_from_its_argument_alone(width):
+    """So that a trace of it, in which all else is frozen, serves every position."""
+    schedule = scheduled(8, DRAFTS)
+    schedule.join()
+    schedule.join()
+    batch, ids = schedule.batch, [[twin.token, *tiny.ids(width - 1, 3)] for _, twin in sorted(schedule.twins.items())]
+    where, true = batch.where(width), batch._place.positions
+    batch._place.positions = Unread(true)
+    logits, _ = batch._call(schedule.model, mx.array(ids, mx.int32), where, None)
+    batch._place.positions = true
+    for slot, twin in schedule.twins.items():
+        for i in range(width):
+            assert apart(logits[slot, i], twin.feed([ids[slot][i]])) <= tolerance()
 
 
 def test_what_nobody_wrote_is_never_read():
@@ -106,14 +108,15 @@ def test_one_more_draft_than_the_rings_serve_gives_other_logits():
     model = Compressing()
     make = partial(model.make_cache, DRAFTS)
     batch, steps = Batch(make, probe(model, make), 1, 96, spare=DRAFTS), Steps(model, compile="off")
+    forms: list[Any] = list(batch._leaves)
     twin, worst = Twin.start(model, make, tiny.ids(17), 17, False), 0.0
     batch.join(0, twin.copy(make))
     for i in range(12):
         ids = [twin.token, *tiny.ids(DRAFTS + 1, i)]
-        for form in batch._leaves:
+        for form in forms:
             form.spare += 1  # bypassed
         logits = steps.verify(batch, mx.array([ids], mx.int32))
-        for form in batch._leaves:
+        for form in forms:
             form.spare -= 1
         steps.commit(batch, [1])
         mx.eval(logits, batch.live())

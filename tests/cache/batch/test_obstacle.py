@@ -26,7 +26,9 @@ def asked(model) -> str | None:
     return obstacle(model, make, probe(model, make))
 
 
-@pytest.mark.parametrize("arch", [*tiny.ARCHS, *OBSTACLES, "longcat_flash", "longcat_flash_ngram", "rwkv7"])
+@pytest.mark.parametrize(
+    "arch", [*tiny.ARCHS, *OBSTACLES, "longcat_flash", "longcat_flash_ngram", "rwkv7", "deepseek_v4"]
+)
 def test_architectures(arch):
     if arch == "deepseek_v32" and tolerance():
         pytest.skip("only bits show it")

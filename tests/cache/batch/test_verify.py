@@ -146,7 +146,7 @@ def test_an_empty_slot_is_computed_too():
         steps.verify(batch, ids(5))
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3_5", "gemma3_text", "mamba2", *OBSTACLES])
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5", "gemma3_text", "mamba2", "deepseek_v4", *OBSTACLES])
 def test_who_can_draft_is_asked_of_the_model(arch):
     if OBSTACLES.get(arch) == "differ by" and tolerance():
         pytest.skip("only bits show it")

@@ -28,13 +28,13 @@ def random_batch(rng: random.Random) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("geometry", [C4, C4_PLAIN, C128, C128_PLAIN, *SMALL], ids=str)
 def test_random_batches(geometry):
-    """375 of each geometry, 3,000 in all; a third of those with overlap by page."""
+    """375 of each geometry, 3,000 in all; a third of them by page."""
     rng = random.Random(str(geometry))
     for i in range(375):
         batch = random_batch(rng)
-        if geometry.overlap and i % 3 == 0:
+        if i % 3 == 0:
             tables = [rng.sample(range(40), 8) for _ in batch]
-            slots = PageScoped(geometry.ring, geometry.ring * rng.choice([8, 16, 32]), tables)
+            slots = PageScoped(geometry.ring, geometry.ring * rng.choice([2, 8, 16]), tables)
             batch = [(min(seq, 8 * slots.page), min(extend, seq, 8 * slots.page)) for seq, extend in batch]
         else:
             slots = RequestRing(geometry.ring, rng.sample(range(9), len(batch)))
@@ -133,14 +133,14 @@ class Run:
 )  # fmt: skip
 def test_windows_of_what_was_cut_and_taken_back(geometry, width):
     run = Run(geometry, 3)
-    run.go(width, 60, random.Random(width))
-    assert run.right > 10 and not run.wrong
+    run.go(width, 40, random.Random(width))
+    assert run.right > 5 and not run.wrong
 
 
 @pytest.mark.parametrize("geometry", [C4, C128, SMALL[0], SMALL[1]])
 def test_one_row_more_than_the_limit_reads_what_is_gone(geometry):
     run = Run(geometry, 3)
-    run.go(geometry.most_width + 1, 60, random.Random(6))
+    run.go(geometry.most_width + 1, 40, random.Random(6))
     assert run.wrong
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from mlxkv.cache.record import Reader
 from mlxkv.cache.ring import with_rings
+from mlxkv.cache.state import SequenceState
+from mlxkv.decode.memory import cycle_bytes, live_bytes
 from mlxkv.decode.runtime import Runtime
 from tests import tiny
 from tests.cache.stores import records
@@ -105,6 +107,22 @@ def test_a_conversation_is_written_once(model, tmp_path):
     assert completion.usage.cached_tokens == 130
     assert equal(logits, run(rt, [*tokens[:130], 7], use_cache=False)[0])
     rt.store.close()
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 70])
+def test_what_is_held_is_charged(model, chunk):
+    """Rings, entries, and what a forward longer than a ring leaves until the next one."""
+    rt = runtime(model, None)
+    state = SequenceState.new(with_rings(rt.make_cache(), 4))
+    state.reserve(256)
+    for _ in range(3):
+        rt.model(mx.zeros((1, chunk), mx.int32), cache=state.caches)
+        state.advance(chunk)
+    held = {id(a): a for a in state.live()}
+    for cache in state.caches:
+        for ring in (cache.latents, *(part.pending for part in cache.parts.values())):
+            held |= {id(a): a for a in (ring.last.before, ring.last.rows)} if ring.last else {}
+    assert sum(a.nbytes for a in held.values()) <= live_bytes(rt.layout, 256, chunk) + cycle_bytes(rt.layout, 4)
 
 
 def test_state_is_as_long_as_a_window_of_an_entry(model, tmp_path):
