@@ -16,6 +16,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ log = logging.getLogger("mlxkv.cache")
 SECONDS = 5.0
 #: bytes that one request downloads at most, and that downloads under way and late ones may hold
 BYTES = 2 << 30
-#: seconds that a download may take, whether or not somebody waits for it, and that a late one is kept
+#: seconds that a download may take, whether or not somebody waits for it, and that one which nobody fetched is kept
 _LATE, _KEPT = 60.0, 120.0
 #: seconds that a store which does not answer is left alone: at first, and at most
 REST, _MOST_REST = 5.0, 120.0
@@ -323,11 +324,7 @@ class ObjectTier(Remote):
 
     def _transfer(self, item: Item, layout: Layout) -> _Transfer:
         """The download of a record, which may be under way already, or have come late for another request."""
-        now = time.monotonic()
         with self._lock:
-            for path, old in list(self._transfers.items()):
-                if old.future.done() and now > old.since + _KEPT:
-                    del self._transfers[path]
             if (transfer := self._transfers.get(item.path)) is not None:
                 return transfer
             held = sum(t.size for t in self._transfers.values())
@@ -337,9 +334,17 @@ class ObjectTier(Remote):
                 if old.future.done():
                     held -= old.size
                     del self._transfers[path]
-            transfer = _Transfer(self.loop.begin(self._download(item, layout)), item.size, now)
+            transfer = _Transfer(self.loop.begin(self._download(item, layout)), item.size)
             self._transfers[item.path] = transfer
-            return transfer
+        self.loop.begin(self._let_go(item.path, weakref.ref(transfer)))
+        return transfer
+
+    async def _let_go(self, path: str, transfer: weakref.ref[_Transfer]) -> None:
+        """What came late is not kept for ever."""
+        await asyncio.sleep(_LATE + _KEPT)
+        with self._lock:
+            if path in self._transfers and self._transfers[path] is transfer():
+                del self._transfers[path]
 
     def _forget(self, path: str) -> None:
         with self._lock:
@@ -378,7 +383,6 @@ class ObjectTier(Remote):
 class _Transfer:
     future: concurrent.futures.Future[tuple[Meta, Body]]
     size: int
-    since: float
 
 
 def _elsewhere(work: Callable[[], None]) -> None:
