@@ -83,7 +83,7 @@ from tests.probe import run, runtime
 ROOT = Path(__file__).parents[2]
 #: so many processes with a real model are killed whatever the time
 KILLS = 40
-ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS)
+ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS, *tiny.OWN_ARCHS)
 INEXACT = SUITE_INEXACT | MORE_INEXACT
 
 

@@ -27,10 +27,11 @@ from ..keys import pack
 from ..layout import Layout
 from ..planner import Plan, Planner
 from ..ram import Answer, Draft, RamReader
+from ..reach import Asked
 from ..readers import bare
 from ..record import Body, Meta, RecordError, decode
 from ..verdicts import Verdict, Verdicts
-from .found import Found, Item, Objects
+from .found import CHAIN, Found, Item, Objects
 from .names import Names, parse
 from .place import AT_ONCE, Loop, Place, Stopped, describe
 from .seal import Secret
@@ -161,10 +162,11 @@ class ObjectTier(Remote):
         q, block = found.question, found.block
         first, blocks = q.asked // block, q.limit // block
         depth, wave = first, _WAVE
+        chain = Asked(CHAIN, block, found.verdict, first)
         while depth < blocks:
             upto = min(depth + wave, blocks)
             self._look(found, [(d, block) for d in range(depth, upto)])
-            depth = next((d for d in range(depth, upto) if not found.has_block(d)), upto)
+            depth = chain.deepest(upto * block) // block
             if depth < upto:
                 break
             wave = min(2 * wave, _MOST_WAVE)
