@@ -11,7 +11,7 @@ import mlxkv
 from mlxkv.cache.record import RecordError
 from mlxkv.decode.request import Request, SamplingParams
 from tests import tiny
-from tests.cache.objects.conftest import sent
+from tests.cache.objects.machines import sent
 from tests.cache.objects.server import between, objects, put
 from tests.cache.objects.test_sharing import SECRET, prompts
 from tests.cache.synthetic import MODELS, ask
