@@ -57,6 +57,7 @@ class ModelArgs(v41.ModelArgs):
                     "compress_rates", self.compress_rates, f"overlapping windows have a ratio of {OVERLAPPING}"
                 )
             self.compress_ratios = tuple(rates.get(kind, -1) for kind in self.layer_types)
+        self._check_numbers()
         # one more ratio may stand there, that of the prediction head
         ratios = tuple(int(ratio) for ratio in self.compress_ratios[:n])
         self.compress_ratios = ratios + (0,) * (n - len(ratios))
@@ -118,6 +119,16 @@ class ModelArgs(v41.ModelArgs):
         smallest = min(self.head_dim, self.index_head_dim) if indexed else self.head_dim
         if not 0 < self.qk_rope_head_dim <= smallest or self.qk_rope_head_dim % 2:
             self._refuse("qk_rope_head_dim", self.qk_rope_head_dim, f"it is even, and {smallest} at most")
+
+    def _check_numbers(self) -> None:
+        """What decides which rows are read are whole numbers: others would fail in the middle of a forward, or be cut
+        without a word."""
+        ratios = self.compress_ratios
+        if not isinstance(ratios, (list, tuple)) or any(type(ratio) is not int for ratio in ratios):
+            self._refuse("compress_ratios", ratios, "it is a list of whole numbers, one for each layer")
+        for name in ("sliding_window", "index_topk"):
+            if type(value := getattr(self, name)) is not int:
+                self._refuse(name, value, "it is a whole number")
 
     def _refuse(self, name: str, value: Any, why: str) -> None:
         raise ModelError(f"{name} is {value!r} in this DeepSeek-V4 config: {why}.", _CURE)
