@@ -136,13 +136,13 @@ def test_a_download_that_is_late_is_there_for_the_next_request(machine, tmp_path
     place = b.shared.tier.place
     get, slow, begun = place.get, threading.Event(), []
 
-    async def late(path, within):
+    async def late(path, *more):
         import asyncio
 
         begun.append(path)
         while not slow.is_set():
             await asyncio.sleep(0.01)
-        return await get(path, within)
+        return await get(path, *more)
 
     monkeypatch.setattr(place, "get", late)
     found = ask(model, b, prompt, keep=False)
