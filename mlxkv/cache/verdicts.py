@@ -131,7 +131,6 @@ class Verdicts(Generic[K]):
     def cleanup(self, request: Hashable) -> None:
         """The request is over. What nobody else holds is forgotten, what is in flight once its result is there."""
         with self._changed:
-            self._queue_again(request)
             for key in self._held.pop(request, ()):
                 if (entry := self._entries.get(key)) is None:
                     continue
@@ -141,14 +140,6 @@ class Verdicts(Generic[K]):
             self._changed.notify_all()
 
     # with the lock held
-
-    def _queue_again(self, gone: Hashable) -> None:
-        """What a request had queued, and others want too, is theirs to ask for."""
-        for key, generation in self._queue.pop(gone, {}).items():
-            entry = self._entries.get(key)
-            others = entry.requests - {gone} if entry is not None else ()
-            if others:
-                self._queue.setdefault(next(iter(others)), {})[key] = generation
 
     def _is(self, key: K, generation: int, phase: _Phase) -> bool:
         entry = self._entries.get(key)

@@ -25,8 +25,6 @@ ALLOWANCE, EARNED = 2.5, 0.006
 BETTER, BEGIN, GIVE_UP = 1.03, 1.03, 0.99
 #: of a batch by so much more: what it costs depends on its rows, and they do not all gain
 BATCH = 1.06
-#: plain steps that catching up before a cycle is taken to have cost, at most
-CAUGHT_UP = 4.0
 #: plain steps until a parked sequence is tried again, at first and at most; doubled each time that fails
 PARK, PARKED = 4, 256
 #: plain steps until it is asked again whether a try can be paid, at most
@@ -378,8 +376,8 @@ class Depth:
             return
         if costs.known(0):
             usual = costs.cycle(k, self._like(len(rows)))
-            # what it took, catching up included; but a first one may have waited for a kernel that was built
-            took = min(seconds, usual + CAUGHT_UP * costs.plain) if costs.known(k) > 1 else usual
+            # what it took, if that can be: a first one may have waited for a kernel that was built
+            took = usual if costs.known(k) < NEEDED else min(seconds, 2 * usual)
             self._pay(took / costs.plain - sum(kept) / len(rows) + (0 if self._cycles else LEAVE))
         for row, n, d in zip(rows, kept, drafted or [k] * len(rows), strict=True):
             row.accepted.add(min(d, DEEPEST), n - 1)

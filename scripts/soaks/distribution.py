@@ -19,7 +19,7 @@ SAMPLES, OF_ENGINE = 50_000, 1_000
 #: a deviate that chance passes three times in ten million
 TOO_FAR = 5.0
 #: models that draft for themselves, and models that another drafts for
-MODELS = (*heads.KINDS, *tiny.ARCHS, "llama4", "gpt_oss", "granitemoehybrid")
+MODELS = (*heads.KINDS, *tiny.ARCHS, *tiny.OWN_ARCHS, "llama4", "gpt_oss", "granitemoehybrid")
 
 
 @dataclass

@@ -52,7 +52,7 @@ def drafts(folder: Path, rng: random.Random, seconds: float) -> Drafts:
     """Every architecture, every kind of state and a head once a round, in random order, each with another depth and
     pattern until it has had all of them. Without an end (``--complete``) until all have."""
     result, until = Drafts(), time.monotonic() + seconds
-    names = [*tiny.ARCHS, *tiny.MORE_ARCHS, *equal.KINDS, HEAD]
+    names = [*tiny.ARCHS, *tiny.MORE_ARCHS, *tiny.OWN_ARCHS, *equal.KINDS, HEAD]
     cases: dict[str, list[tuple[int | None, str]]] = {name: [] for name in names}
     while not result.rounds or (time.monotonic() < until and (seconds < math.inf or any(result.to_come.values()))):
         for name in rng.sample(names, len(names)):

@@ -13,7 +13,7 @@ from tests.architectures import MORE_INEXACT
 from tests.cache.equality import measure, wrong_with
 from tests.cache.test_equality import INEXACT as SUITE_INEXACT
 
-ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS)
+ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS, *tiny.OWN_ARCHS)
 INEXACT = SUITE_INEXACT | MORE_INEXACT
 
 

@@ -45,7 +45,9 @@ def late(folder: Path, rng: random.Random, seconds: float) -> Late:
     result, until, names = Late(), time.monotonic() + seconds, [HEAD]
     while not result.rounds or time.monotonic() < until:
         if not names:
-            names = rng.sample(every := [*tiny.ARCHS, "llama4", "gpt_oss", "lfm2_moe", HEAD], len(every))
+            names = rng.sample(
+                every := [*tiny.ARCHS, *tiny.OWN_ARCHS, "llama4", "gpt_oss", "lfm2_moe", HEAD], len(every)
+            )
         one(result, names.pop(), folder / "late", rng)
         result.rounds += 1
     return result

@@ -19,6 +19,7 @@ Parts, and what each compares (docs/results/README.md says which promise each on
              what is said at a temperature with drafts: 50,000 texts a rule, then texts of engines of several
              architectures and depths; against plain sampling (--complete: 50,000 texts of engines)
   rows       batches whose rows draft, of every architecture and cache class; against single steps
+  objects    two machines that share an object store, whose objects vanish, are cut, flipped and swapped
   arrivals   every architecture that can draft: streams, and requests that come at random points of their cycles
   clients    200 clients of a server that leave at random moments, over all routes: a second later nothing is left of
              them, and who comes again finds what was read; of several models
@@ -66,6 +67,7 @@ from soaks.distribution import distribution  # isort: skip
 from soaks.drafts import drafts  # isort: skip
 from soaks.late import late  # isort: skip
 from soaks.many import arrivals, cancels, many, words  # isort: skip
+from soaks.objects import objects  # isort: skip
 from soaks.prompts import prompts  # isort: skip
 from soaks.rows import rows  # isort: skip
 from soaks.serve import clients  # isort: skip
@@ -83,7 +85,7 @@ from tests.probe import run, runtime
 ROOT = Path(__file__).parents[2]
 #: so many processes with a real model are killed whatever the time
 KILLS = 40
-ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS)
+ARCHS = (*tiny.ARCHS, *tiny.MORE_ARCHS, *tiny.OWN_ARCHS)
 INEXACT = SUITE_INEXACT | MORE_INEXACT
 
 
@@ -228,6 +230,7 @@ MODELS: dict[str, Callable[[Path, random.Random, float], Any]] = {
         arrivals,
         distribution,
         rows,
+        objects,
         clients,
     )
 }

@@ -42,7 +42,7 @@ class Many:
 def many(folder: Path, rng: random.Random, seconds: float) -> Many:
     """Every architecture, every kind of state and a head at least once, in random order, then over and over."""
     result, until = Many(), time.monotonic() + seconds
-    names = [*tiny.ARCHS, *tiny.MORE_ARCHS, *equal.KINDS, "a head"]
+    names = [*tiny.ARCHS, *tiny.MORE_ARCHS, *tiny.OWN_ARCHS, *equal.KINDS, "a head"]
     while not result.rounds or time.monotonic() < until:
         for name in rng.sample(names, len(names)):
             one(result, name, folder, rng)
@@ -84,7 +84,7 @@ def cancels(folder: Path, rng: random.Random, seconds: float) -> Cancels:
     """``CANCELLED`` at least, from RAM and from disk, of architectures in random order."""
     result, until = Cancels(), time.monotonic() + seconds
     while result.given_up < CANCELLED or time.monotonic() < until:
-        arch, seed = rng.choice((*tiny.ARCHS, *tiny.MORE_ARCHS)), rng.randrange(1 << 32)
+        arch, seed = rng.choice((*tiny.ARCHS, *tiny.MORE_ARCHS, *tiny.OWN_ARCHS)), rng.randrange(1 << 32)
         where = folder / f"cancels-{result.given_up}"
         model = tiny.make(arch, where / "model")
         report = cancelling.measure(
@@ -118,7 +118,7 @@ def arrivals(folder: Path, rng: random.Random, seconds: float) -> Arrivals:
     """Streams that speculate, 1 to 8 drafts deep, of every architecture that can, and up to six that come at random
     points of their cycles: nobody waits for more than a forward, all are what they are alone, and nothing is left."""
     result, until = Arrivals(), time.monotonic() + seconds
-    archs = [*tiny.ARCHS, *tiny.MORE_ARCHS, "a head"]
+    archs = [*tiny.ARCHS, *tiny.MORE_ARCHS, *tiny.OWN_ARCHS, "a head"]
     while not result.scenes or time.monotonic() < until:
         for arch in rng.sample(archs, len(archs)):
             if arch not in result.skipped:

@@ -37,7 +37,7 @@ def clients(folder: Path, rng: random.Random, seconds: float) -> Clients:
     result, until, names = Clients(), time.monotonic() + seconds, ["demo"]
     while not result.left or time.monotonic() < until:
         if not names:
-            names = rng.sample(every := [*tiny.ARCHS, "demo"], len(every))
+            names = rng.sample(every := [*tiny.ARCHS, *tiny.OWN_ARCHS, "llama4", "demo"], len(every))
         name, seed = names.pop(), rng.randrange(1 << 32)
         where = folder / f"clients-{name}"
         model = EMBEDDED if name == "demo" else where if where.exists() else tiny.make(name, where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx_lm.models.llama4
 import numpy as np
 import pytest
 
@@ -106,6 +107,13 @@ def test_another_rule_is_no_hit(tmp_path, monkeypatch, name):
     monkeypatch.setitem(RULES, "chunked", MUTANTS[name])
     assert resumed(rt, 15) == 0 and store.faults
     store.close()
+
+
+def test_who_uses_the_class_hides_earlier_chunks():
+    """Its rule rests on that. Another architecture of a newer mlx-lm with this class has to be looked at first."""
+    folder = Path(mlx_lm.models.llama4.__file__).parent
+    users = {path.stem for path in folder.glob("*.py") if "ChunkedKVCache" in path.read_text(encoding="utf-8")}
+    assert users == {"cache", "llama4"}
 
 
 def test_a_growing_conversation_writes_each_row_once(tmp_path):

@@ -18,7 +18,7 @@ from mlxkv.cache.state import SequenceState
 from mlxkv.decode.memory import live_bytes
 from mlxkv.errors import ConfigError
 from tests import tiny
-from tests.cache.batch.schedules import FAST, apart
+from tests.cache.batch.schedules import FAST, apart, first_row
 from tests.cache.test_kinds import CACHES
 
 #: the last of them reads another layer's rows
@@ -68,11 +68,7 @@ class Twins:
         assert self.mine.position == p
         for a, b in zip(self.mine.members or (), self.theirs.members or (), strict=True):
             assert (a.kind, a.params(), a.position) == (b.kind, b.params(), p)
-            window = b.window()
-            first = 0 if window is None or p <= window + b.keep() else p - window
-            if a.kind == "chunked":  # once it is settled, only its chunk's
-                first = max(first, a.cache.start_position, b.cache.start_position)
-                assert first <= p // window * window
+            first = first_row(a, b, p)
             mine, theirs = a.rows(first, p), b.rows(first, p)
             worst = max([worst, *(apart(mine[name], theirs[name]) for name in theirs)])
         return worst

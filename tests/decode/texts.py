@@ -66,7 +66,9 @@ def exact(case: Said, model: Path) -> np.ndarray:
     out = np.ones(1)
     for n in range(case.length):
         said = list(itertools.product(case.vocabulary, repeat=n))
-        logits = loaded(mx.array([[*case.prompt, *each] for each in said], mx.int32))[:, -1]
+        step = 1 if case.model in tiny.OWN_ARCHS else len(said)  # ours take one sequence, where nothing is remembered
+        told = mx.array([[*case.prompt, *each] for each in said], mx.int32)
+        logits = mx.concatenate([loaded(told[a : a + step])[:, -1] for a in range(0, len(said), step)])
         x = np.array(logits.astype(mx.float32)).astype(np.float64)[:, case.vocabulary] / TEMPERATURE
         p = np.exp(x - x.max(axis=1, keepdims=True))
         out = (out[:, None] * p / p.sum(axis=1, keepdims=True)).reshape(-1)

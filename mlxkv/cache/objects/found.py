@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from ..connectors import Question
 from ..index import Entry
 from ..keys import pack
+from ..layout import MemberSpec
 from ..planner import Plan
 from ..tensors import ROW_KINDS
+from ..verdicts import Verdict
 from .names import Names, file_name
 
 #: (kind, cut) -> bytes of the objects of one entry
 Objects = Mapping[tuple[str, int], int]
+#: what every entry has, whatever members there are: rows hang on those before them
+CHAIN = MemberSpec((), "growing", "rows", (), None, 0, ())
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,10 @@ class Found:
         """The leaves of a block that may be of use."""
         return ((depth, n) for n in range(1, min(self.block - 1, self.most - depth * self.block) + 1))
 
-    def has_block(self, depth: int) -> bool:
+    def verdict(self, depth: int) -> Verdict:
+        """Whether the rows of a full block that was looked for are there."""
         entry = self._entry(depth, self.block)
-        return entry is not None and "rows" in entry.kinds
+        return Verdict.HIT if entry is not None and "rows" in entry.kinds else Verdict.MISS
 
     # what a planner asks
 

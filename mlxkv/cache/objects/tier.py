@@ -16,6 +16,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -26,10 +27,11 @@ from ..keys import pack
 from ..layout import Layout
 from ..planner import Plan, Planner
 from ..ram import Answer, Draft, RamReader
+from ..reach import Asked
 from ..readers import bare
 from ..record import Body, Meta, RecordError, decode
 from ..verdicts import Verdict, Verdicts
-from .found import Found, Item, Objects
+from .found import CHAIN, Found, Item, Objects
 from .names import Names, parse
 from .place import AT_ONCE, Loop, Place, Replaced, Stopped, describe
 from .seal import Secret
@@ -40,7 +42,7 @@ log = logging.getLogger("mlxkv.cache")
 SECONDS = 5.0
 #: bytes that one request downloads at most, and that downloads under way and late ones may hold
 BYTES = 2 << 30
-#: seconds that a download may take, whether or not somebody waits for it, and that a late one is kept
+#: seconds that a download may take, whether or not somebody waits for it, and that one which nobody fetched is kept
 _LATE, _KEPT = 60.0, 120.0
 #: seconds that a store which does not answer is left alone: at first, and at most
 REST, _MOST_REST = 5.0, 120.0
@@ -165,10 +167,11 @@ class ObjectTier(Remote):
         q, block = found.question, found.block
         first, blocks = q.asked // block, q.limit // block
         depth, wave = first, _WAVE
+        chain = Asked(CHAIN, block, found.verdict, first)
         while depth < blocks:
             upto = min(depth + wave, blocks)
             self._look(found, [(d, block) for d in range(depth, upto)])
-            depth = next((d for d in range(depth, upto) if not found.has_block(d)), upto)
+            depth = chain.deepest(upto * block) // block
             if depth < upto:
                 break
             wave = min(2 * wave, _MOST_WAVE)
@@ -326,11 +329,7 @@ class ObjectTier(Remote):
 
     def _transfer(self, item: Item, layout: Layout) -> _Transfer:
         """The download of a record, which may be under way already, or have come late for another request."""
-        now = time.monotonic()
         with self._lock:
-            for path, old in list(self._transfers.items()):
-                if old.future.done() and now > old.since + _KEPT:
-                    del self._transfers[path]
             if (transfer := self._transfers.get(item.path)) is not None:
                 return transfer
             held = sum(t.size for t in self._transfers.values())
@@ -340,9 +339,17 @@ class ObjectTier(Remote):
                 if old.future.done():
                     held -= old.size
                     del self._transfers[path]
-            transfer = _Transfer(self.loop.begin(self._download(item, layout)), item.size, now)
+            transfer = _Transfer(self.loop.begin(self._download(item, layout)), item.size)
             self._transfers[item.path] = transfer
-            return transfer
+        self.loop.begin(self._let_go(item.path, weakref.ref(transfer)))
+        return transfer
+
+    async def _let_go(self, path: str, transfer: weakref.ref[_Transfer]) -> None:
+        """What came late is not kept for ever."""
+        await asyncio.sleep(_LATE + _KEPT)
+        with self._lock:
+            if path in self._transfers and self._transfers[path] is transfer():
+                del self._transfers[path]
 
     def _forget(self, path: str) -> None:
         with self._lock:
@@ -383,7 +390,6 @@ class ObjectTier(Remote):
 class _Transfer:
     future: concurrent.futures.Future[tuple[Meta, Body]]
     size: int
-    since: float
 
 
 def _elsewhere(work: Callable[[], None]) -> None:

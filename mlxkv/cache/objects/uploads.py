@@ -120,7 +120,7 @@ class Uploads:
                 if index is None or index.replaced():
                     if index is not None:
                         index.close()
-                    index = Index(self._folder.path)
+                    index = Index(self._folder.path, create=False)  # it is only read
                 if batch:
                     self._send_all(index, batch)
                 else:
@@ -278,8 +278,7 @@ class Uploads:
                 reader.require(specs, m.end - m.row_start)
                 meta = m if piece.entry.key == entry.key else meta
                 for t in specs:
-                    rows = reader.read(t.name)
-                    parts[t.name].append(rows[:, :, piece.start - m.row_start : piece.end - m.row_start])
+                    parts[t.name].append(reader.read(t.name)[:, :, t.part(piece.start, piece.end, m.row_start)])
         arrays = {t.name: (t.dtype, np.ascontiguousarray(np.concatenate(parts[t.name], axis=2))) for t in specs}
         meta = meta or self._meta(entry)
         return replace(meta, kind=kind, row_start=pieces[0].start, base=None), Body.of(arrays)

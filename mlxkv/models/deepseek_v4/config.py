@@ -109,8 +109,8 @@ class ModelArgs(v41.ModelArgs):
                 self._refuse(name, value, f"only {' or '.join(map(repr, allowed))} can be")
         if wrong := [ratio for ratio in self.ratios if ratio < 0 or ratio == 1]:
             self._refuse("compress_ratios", wrong[0], "an entry stands for two tokens or more; 0 is for none")
-        if self.sliding_window < 1:
-            self._refuse("sliding_window", self.sliding_window, "a query sees at least its own token")
+        if self.sliding_window < 2:
+            self._refuse("sliding_window", self.sliding_window, "a query sees its own token and one before it at least")
         if self.num_attention_heads % self.o_groups:
             self._refuse("o_groups", self.o_groups, f"it divides the {self.num_attention_heads} heads")
         if indexed and self.index_topk < 1:

@@ -80,6 +80,18 @@ class Twin:
         return other
 
 
+def first_row(mine: Any, theirs: Any, position: int) -> int:
+    """The first of the last rows of two members of rows that the store may ask either for."""
+    window, keep = theirs.window(), theirs.keep()
+    first = 0 if window is None or position <= window + keep else position - window
+    if (
+        theirs.kind == "chunked" and window
+    ):  # where it was settled, rows before its chunk went, which had been copied out
+        first = max(first, mine.cache.start_position, theirs.cache.start_position)
+        assert first <= position // window * window
+    return first
+
+
 def farthest(mine: Any, theirs: SequenceState) -> float:
     """The largest difference of any array that the store may ask of either state, which have the same members."""
     worst = 0.0
@@ -92,8 +104,8 @@ def farthest(mine: Any, theirs: SequenceState) -> float:
         if a.record == "state":
             mine_arrays, their_arrays = a.arrays(), b.arrays()
         else:
-            p, window = theirs.position, b.window()
-            first = 0 if window is None or p <= window + b.keep() else p - window  # what the store may ask for
+            p = theirs.position
+            first = first_row(a, b, p)
             mine_arrays, their_arrays = a.rows(first, p), b.rows(first, p)
         assert mine_arrays.keys() == their_arrays.keys()
         worst = max([worst, *(apart(mine_arrays[name], array) for name, array in their_arrays.items())])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import CacheList, KVCache, save_prompt_cache
 
 from mlxkv.cache.record import Reader
 from mlxkv.cache.ring import with_rings
@@ -13,6 +14,7 @@ from mlxkv.cache.state import SequenceState
 from mlxkv.decode.memory import cycle_bytes, live_bytes
 from mlxkv.decode.runtime import Runtime
 from tests import tiny
+from tests.cache.legacy.prompt_files import imported, refusal
 from tests.cache.stores import records
 from tests.probe import equal, run, runtime
 
@@ -139,3 +141,17 @@ def test_state_is_as_long_as_a_window_of_an_entry(model, tmp_path):
         for member in cache.members((0,)):
             if member.kind == "pending":
                 assert member.arrays()["pending"].shape[2] == member.geometry.window
+
+
+@pytest.mark.parametrize("make", [KVCache, lambda: CacheList(KVCache(), KVCache())])
+def test_files_of_mlx_lm_are_refused(model, tmp_path, make):
+    """They never hold this state, whatever their layers are called."""
+    caches = [make() for _ in RATIOS]
+    for cache in caches:
+        for inner in getattr(cache, "caches", [cache]):
+            inner.update_and_fetch(mx.zeros((1, 1, 6, 32)), mx.zeros((1, 1, 6, 32)))
+    save_prompt_cache(str(tmp_path / "old.safetensors"), caches)
+    rt = runtime(model, tmp_path / "c")
+    code, detail = refusal(imported(rt, tmp_path / "old.safetensors", tiny.ids(6)))
+    assert code == "LAYOUT" and "latents" in detail
+    rt.store.close()

@@ -21,7 +21,8 @@ def another(server, model: Path, folder: Path, url: str, tokens: list[int], more
     command = [sys.executable, "-m", "mlxkv", "run", "--model", model, "--cache-dir", folder, "--object-store", url]
     command += ["--prompt-tokens", "-", "--max-tokens", "6", "--json"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "MLXKV_"))}
-    environment |= server.environment | {"PYTHONPATH": str(ROOT), "MLXKV_NUMERICS": "exact"} | more
+    environment |= server.environment | {"PYTHONPATH": str(ROOT), "MLXKV_NUMERICS": "exact"}
+    environment |= {"MLXKV_OBJECT_TIMEOUT": "60"} | more  # of a slow machine; how long one waits is another test's
     done = subprocess.run(
         [str(c) for c in command],
         input=json.dumps(tokens),
@@ -39,7 +40,7 @@ def test_two_processes_share_prefixes(server, bucket, tiny_model, tmp_path):
     """This process stores, another goes on from there, and this one from what that stored."""
     model, secret = tiny_model("qwen3_5"), "the secret of both of them"
     tokens = tiny.ids(300, 5)
-    options = {"cache_dir": tmp_path / "mine", "object_store": bucket, "object_secret": secret}
+    options = {"cache_dir": tmp_path / "mine", "object_store": bucket, "object_secret": secret, "object_timeout": 60.0}
 
     def ask(engine: mlxkv.Engine, prompt: list[int], **more) -> Completion:
         return engine.submit(Request(tokens=prompt, sampling=SamplingParams(max_tokens=6), **more)).result()

@@ -10,7 +10,7 @@ from mlxkv.cache.objects.shared import share
 from mlxkv.cache.objects.tier import ObjectTier
 from mlxkv.cache.record import Reader
 from mlxkv.cache.unwritten import UnwrittenStore
-from tests.cache.objects.conftest import sent
+from tests.cache.objects.machines import sent
 from tests.cache.objects.server import objects
 from tests.cache.stores import records
 from tests.cache.synthetic import MODELS, ask, verify

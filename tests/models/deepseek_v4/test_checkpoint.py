@@ -98,6 +98,7 @@ def test_fields_of_each_kind_of_config():
         ({"layer_types": ["full_attention"], "compress_ratios": []}, "compress_ratios is -1"),
         ({"mlp_layer_types": ["moe", "hash_moe"]}, "mlp_layer_types"),
         ({"sliding_window": 0}, "sliding_window"),
+        ({"sliding_window": 1}, "sliding_window"),
         ({"o_groups": 3}, "o_groups is 3"),
         ({"index_topk": 0}, "index_topk"),
         ({"qk_rope_head_dim": 33}, "qk_rope_head_dim is 33"),
