@@ -12,8 +12,8 @@ from mlxkv.cache.objects.names import parse
 from mlxkv.cache.objects.probe import probe
 from mlxkv.cache.objects.url import check_url
 from mlxkv.errors import ConfigError
-from tests.cache.objects.conftest import sent
 from tests.cache.objects.faulty import Answer, faulty_server
+from tests.cache.objects.machines import sent
 from tests.cache.objects.server import objects, put
 from tests.cache.objects.test_sharing import prompts
 from tests.cache.synthetic import MODELS, ask
