@@ -27,22 +27,14 @@ def _sizes(answer: Answer) -> None:
     answer.body = re.sub(rb"<Size>\d+</Size>", b"<Size>1</Size>", answer.body)
 
 
-def _endless(answer: Answer) -> None:
-    more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
-    answer.body = answer.body.replace(b"<IsTruncated>false</IsTruncated>", more)
-
-
 def _error(answer: Answer) -> None:
     answer.status, answer.body = 500, b"try later"
 
 
 #: what is bent: of listings or downloads, how, and the reason that is said
 BENT = {
-    "half a listing": (True, _half, "io_error"),
     "half an object": (False, _half, "io_error"),
     "sizes of nothing": (True, _sizes, "evicted"),
-    "a listing without an end": (True, _endless, "io_error"),
-    "no object can be read": (False, _error, "io_error"),
 }
 
 
