@@ -17,7 +17,7 @@ import re
 from ..keys import digest
 
 VERSION = "v1"
-_NAME = re.compile(r"([0-9a-f]{64})\.(?:(state)|([0-9]{1,5})\.(rows|window))")
+_NAME = re.compile(r"([0-9a-f]{64})\.(?:(state)|(0|[1-9][0-9]{0,4})\.(rows|window))")
 
 
 class Names:

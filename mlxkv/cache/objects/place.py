@@ -22,8 +22,8 @@ from .url import check_url
 
 T = TypeVar("T")
 
-#: requests that are with the store at a time
-AT_ONCE = 16
+#: downloads and uploads that are with the store at a time, and look-ups besides; of them, uploads at most
+AT_ONCE, _PUTS = 16, 8
 #: names of one place that are listed at most: what is used, not what an adversary may have put there
 _NAMES, _PAGE = 5000, 1000
 #: seconds for a connection, and without a byte of an answer
@@ -36,6 +36,10 @@ class Stopped(Exception):
     """Nobody waits for it any more."""
 
 
+class Replaced(Exception):
+    """An object is not the one that was listed."""
+
+
 def open_store(url: str) -> Any:
     """obstore's object for a URL; nothing is asked of it yet. Raises ConfigError."""
     check_url(url)
@@ -44,7 +48,7 @@ def open_store(url: str) -> Any:
     except ImportError:
         raise ConfigError("An object store needs the package obstore.", "pip install 'mlxkv[object]'") from None
     more: dict[str, Any] = {}
-    if url.startswith("file:"):
+    if url.lower().startswith("file:"):
         more = {"mkdir": True}
     else:
         endpoint = next(
@@ -67,6 +71,12 @@ def open_store(url: str) -> Any:
 
 def _first_line(e: BaseException) -> str:
     return (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
+
+
+def _below(path: str, place: str) -> str:
+    """The name of an object directly under ``place``, else ''."""
+    above, _, name = path.rpartition("/")
+    return name if above == place else ""
 
 
 class Loop:
@@ -132,7 +142,9 @@ class Place:
     def __init__(self, url: str, at_once: int = AT_ONCE) -> None:
         self.url = url
         self._store = open_store(url)
-        self._turn = asyncio.Semaphore(at_once)
+        # a look-up waits for nothing that may take long, and a download for uploads no longer than for a part of them
+        self._looking, self._moving = asyncio.Semaphore(at_once), asyncio.Semaphore(at_once)
+        self._putting = asyncio.Semaphore(max(1, min(_PUTS, at_once // 2)))
 
     async def names(self, place: str, within: float) -> dict[str, int]:
         """name -> bytes of the objects directly under ``place``."""
@@ -141,29 +153,32 @@ class Place:
         async def listed() -> dict[str, int]:
             found: dict[str, int] = {}
             async for page in obstore.list(self._store, place, chunk_size=_PAGE):
-                found.update((str(o["path"]).rpartition("/")[2], int(o["size"])) for o in page)
+                found.update((name, int(o["size"])) for o in page if (name := _below(str(o["path"]), place)))
                 if len(found) >= _NAMES:
                     break
             return found
 
-        async with self._turn:
+        async with self._looking:
             return await asyncio.wait_for(listed(), within)
 
-    async def get(self, path: str, within: float) -> memoryview:
+    async def get(self, path: str, within: float, nbytes: int | None = None) -> memoryview:
+        """``nbytes``: how many it has. Raises Replaced, before more than the beginning is read, if it has not."""
         import obstore
 
         async def got() -> memoryview:
             result = await obstore.get_async(self._store, path)
+            if nbytes is not None and (size := int(result.meta["size"])) != nbytes:
+                raise Replaced(f"it was listed with {nbytes} bytes, and has {size}")
             return memoryview(await result.bytes_async())
 
-        async with self._turn:
+        async with self._moving:
             return await asyncio.wait_for(got(), within)
 
     async def put(self, path: str, data: bytes, within: float) -> None:
         """Whole, or not at all; in place of what was there."""
         import obstore
 
-        async with self._turn:
+        async with self._putting, self._moving:
             await asyncio.wait_for(obstore.put_async(self._store, path, data, max_concurrency=4), within)
 
     async def delete(self, path: str, within: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -41,7 +42,12 @@ def probe(url: str, secret: str | None, seconds: float) -> Probed:
         except Exception as e:
             why = f"{url} can be listed, but not written: {describe(e)}"
             return Probed("warn", why, "What others have put there is used; nothing is sent.")
-        same = bytes(run(place.get(path, seconds))) == _PROBE  # type: ignore[call-overload]
+        try:
+            same = bytes(run(place.get(path, seconds))) == _PROBE  # type: ignore[call-overload]
+        except BaseException:
+            with contextlib.suppress(Exception):
+                run(place.delete(path, seconds))
+            raise
         run(place.delete(path, seconds))
         if not same:
             return Probed("fail", f"{url} returns other bytes than were put there", "Do not use it.")

@@ -33,7 +33,7 @@ from ..record import Body, Meta, RecordError, decode
 from ..verdicts import Verdict, Verdicts
 from .found import CHAIN, Found, Item, Objects
 from .names import Names, parse
-from .place import AT_ONCE, Loop, Place, Stopped, describe
+from .place import AT_ONCE, Loop, Place, Replaced, Stopped, describe
 from .seal import Secret
 
 log = logging.getLogger("mlxkv.cache")
@@ -58,6 +58,7 @@ class Counters:
 
     asked: int = 0
     served: int = 0
+    #: also what came too late, or failed its check
     downloaded_records: int = 0
     downloaded_bytes: int = 0
     uploaded_records: int = 0
@@ -76,6 +77,8 @@ class Outage:
         self._url, self._first = url, rest
         self._rest, self._until = rest, 0.0
         self.why = ""
+        #: when it answered last
+        self.answered = float("-inf")
 
     @property
     def resting(self) -> bool:
@@ -93,6 +96,7 @@ class Outage:
         if self.why:
             log.info("the object store %s answers again", self._url)
         self._rest, self._until, self.why = self._first, 0.0, ""
+        self.answered = time.monotonic()
 
 
 class ObjectTier(Remote):
@@ -136,12 +140,13 @@ class ObjectTier(Remote):
         self.counters.asked += 1
         if self.outage.resting:
             raise self._failed(self.outage.why)
-        found = Found(question, self.names, self._known(question.request))
+        found, begun = Found(question, self.names, self._known(question.request)), time.monotonic()
         try:
             plan = self._search(found)
         except TimeoutError:
             why = "it did not answer in time"
-            self.outage.down(why)
+            if self.outage.answered < begun:  # else there was much to look for, and it answers
+                self.outage.down(why)
             raise self._failed(why) from None
         except Stopped:
             return Offer()
@@ -296,8 +301,6 @@ class ObjectTier(Remote):
                     out.detail = f"{item.path}: {describe(error) if error is not None else 'given up'}"
                 continue
             meta, body = transfer.future.result()
-            self.counters.downloaded_records += 1
-            self.counters.downloaded_bytes += item.size
             if out.failure is None:
                 parts.setdefault(item.entry.key, {})[item.kind] = meta, body
             else:
@@ -318,7 +321,7 @@ class ObjectTier(Remote):
             self.bad.add(item.path)
             log.warning("an object is not used: %s: %s", item.path, error)
             return error.reason
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, (FileNotFoundError, Replaced)):
             return "evicted"
         if error is not None:
             self.outage.down(describe(error))
@@ -353,7 +356,9 @@ class ObjectTier(Remote):
             self._transfers.pop(path, None)
 
     async def _download(self, item: Item, layout: Layout) -> tuple[Meta, Body]:
-        data = await self.place.get(item.path, _LATE)
+        data = await self.place.get(item.path, _LATE, item.size)
+        self.counters.downloaded_bytes += len(data)  # whoever may want it, and whatever it is
+        self.counters.downloaded_records += 1
         return await asyncio.to_thread(self._verified, item, layout, data)
 
     def _verified(self, item: Item, layout: Layout, data: memoryview) -> tuple[Meta, Body]:

@@ -64,6 +64,7 @@ class Uploads:
         self._compared = False
         self._there: OrderedDict[str, set[str]] = OrderedDict()  # place -> names
         self._puts: list[_Put] = []  # under way
+        self._given: set[bytes] = set()  # of the batch: entries that the store has, or will have with the puts
         self._until = float("inf")
         self._closing = self._failing = False
         self._begun = time.monotonic()
@@ -114,6 +115,7 @@ class Uploads:
         index: Index | None = None
         again = _AGAIN
         while (batch := self._next()) is not None:
+            self._given.clear()
             try:
                 if index is None or index.replaced():
                     if index is not None:
@@ -140,11 +142,12 @@ class Uploads:
                 hopeless = self._failing or self._tier.outage.resting
                 if self._closing and (not self._queue or hopeless or time.monotonic() > self._until):
                     return None
+                most = 1 if self._failing else _BATCH  # one that is refused must not cost the others
                 if self._queue:
-                    self._batch = [self._queue.popitem(last=False)[0] for _ in range(min(_BATCH, len(self._queue)))]
+                    self._batch = [self._queue.popitem(last=False)[0] for _ in range(min(most, len(self._queue)))]
                     return self._batch
                 if self._backlog:
-                    self._batch = [self._backlog.popleft() for _ in range(min(_BATCH, len(self._backlog)))]
+                    self._batch = [self._backlog.popleft() for _ in range(min(most, len(self._backlog)))]
                     return self._batch
                 left = self._begun + _BEGIN - time.monotonic()
                 if not self._compared and left <= 0:
@@ -152,10 +155,13 @@ class Uploads:
                 self._wake.wait(None if self._compared else left)
 
     def _pause(self, e: Exception, batch: list[bytes], seconds: float) -> float:
-        """The store does not answer, or the index; all of the batch is tried again. How long to wait the next time."""
+        """The store does not answer, or the index; what it has not taken of the batch is tried again. How long to wait
+        the next time."""
         for put in self._puts:
             put.future.cancel()
+            self._given.discard(put.key)
         self._puts = []
+        nothing, batch = not batch, [key for key in batch if key not in self._given]
         self._tier.counters.upload_faults += 1
         self._there.clear()
         if not self._failing and not self._closing:
@@ -163,10 +169,10 @@ class Uploads:
         self._failing = True
         with self._wake:
             self._batch = []
-            for key in reversed(batch):
+            for key in batch:  # behind the others: it may be one of these that the store does not want
                 self._queue[key] = None
-                self._queue.move_to_end(key, last=False)
-            if not batch:
+                self._queue.move_to_end(key)
+            if nothing:
                 self._compared = True  # after the next start
             self._wake.notify_all()
             self._wake.wait_for(lambda: self._closing, seconds)
@@ -191,6 +197,7 @@ class Uploads:
         for entry in entries:
             try:
                 self._send(index, entry)
+                self._given.add(entry.key)
             except MissingRecord:  # evicted, or merged, a moment ago
                 continue
             except (RecordError, OSError) as e:
@@ -209,10 +216,10 @@ class Uploads:
         if not any(all((kind, c) in have for kind in mine) for c in {c for kind, c in have if kind == "rows"}):
             for kind in mine:
                 if (kind, cut) not in have:
-                    self._put(place, file_name(entry_id, kind, cut), *self._joined(entry, pieces, kind))
+                    self._put(entry.key, place, file_name(entry_id, kind, cut), *self._joined(entry, pieces, kind))
         if "state" in entry.kinds and ("state", 0) not in have:
             with Reader.open(self._folder.file(entry.key, "state")) as reader:
-                self._put(place, file_name(entry_id, "state", 0), reader.meta, _body(reader))
+                self._put(entry.key, place, file_name(entry_id, "state", 0), reader.meta, _body(reader))
 
     def _list(self, places: list[str]) -> None:
         """Have these places listed, all at once. Raises ConnectorError."""
@@ -287,7 +294,7 @@ class Uploads:
     def _late(self) -> bool:
         return time.monotonic() > self._until
 
-    def _put(self, place: str, name: str, meta: Meta, body: Body) -> None:
+    def _put(self, key: bytes, place: str, name: str, meta: Meta, body: Body) -> None:
         """Begin to send a record; several are under way at a time. Raises ConnectorError."""
         tier = self._tier
         header, data = encode(meta, body)
@@ -297,27 +304,34 @@ class Uploads:
             self._settle()
         within = _PUT + len(whole) / _RATE
         future = tier.loop.begin(tier.place.put(f"{place}/{name}", whole, within))
-        self._puts.append(_Put(future, f"{place}/{name}", len(whole)))
+        self._puts.append(_Put(future, f"{place}/{name}", len(whole), key))
         self._there.setdefault(place, set()).add(name)
 
     def _settle(self) -> None:
-        """Wait for what is under way. Raises ConnectorError."""
-        tier = self._tier
+        """Wait for what is under way: one that fails costs its entry, not the others. Raises ConnectorError."""
+        tier, failed, why = self._tier, set[bytes](), ""
         while self._puts:
             put = self._puts[0]
             try:
                 put.future.result(_TICK)
-            except concurrent.futures.TimeoutError as e:
-                if put.future.done() or self._late():
-                    raise ConnectorError(describe(e)) from None
-                continue
             except Exception as e:
-                raise ConnectorError(describe(e)) from None
+                if isinstance(e, concurrent.futures.TimeoutError) and not put.future.done():
+                    if self._late():
+                        self._given -= failed
+                        raise ConnectorError(describe(e)) from None
+                    continue
+                self._puts.pop(0)
+                failed.add(put.key)
+                why = why or describe(e)
+                continue
             self._puts.pop(0)
             tier.bad.discard(put.path)
             tier.counters.uploaded_records += 1
             tier.counters.uploaded_bytes += put.size
             tier.outage.up()
+        if failed:
+            self._given -= failed
+            raise ConnectorError(why)
 
 
 @dataclass(frozen=True)
@@ -325,6 +339,7 @@ class _Put:
     future: concurrent.futures.Future[None]
     path: str
     size: int
+    key: bytes
 
 
 def _body(reader: Reader) -> Body:

@@ -16,6 +16,10 @@ def check_url(url: str) -> str:
         parts = urlsplit(url)
     except ValueError as e:
         raise ConfigError(f"The object store {url!r} is no URL: {e}.", example) from None
+    if parts.scheme == "file" and (parts.query or parts.fragment):
+        raise ConfigError(
+            f"The object store {url!r} has a ? or # in it, which ends a path.", "In a folder's name: %3F and %23."
+        )
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(
             "The object store's URL has credentials or parameters in it.",
@@ -23,7 +27,7 @@ def check_url(url: str) -> str:
         )
     if parts.scheme not in SCHEMES:
         raise ConfigError(f"The object store {url!r} is of no kind that is known.", example)
-    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
+    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/") or not parts.path.strip("/")):
         raise ConfigError(f"The object store {url!r} names no folder.", "A folder is named from the root: file:///…")
     if parts.scheme != "file" and not parts.netloc:
         raise ConfigError(f"The object store {url!r} names no bucket.", example)

@@ -135,13 +135,13 @@ def test_a_download_that_is_late_is_there_for_the_next_request(machine, tmp_path
     place = b.shared.tier.place
     get, slow, begun = place.get, threading.Event(), []
 
-    async def late(path, within):
+    async def late(path, *more):
         import asyncio
 
         begun.append(path)
         while not slow.is_set():
             await asyncio.sleep(0.01)
-        return await get(path, within)
+        return await get(path, *more)
 
     monkeypatch.setattr(place, "get", late)
     found = ask(model, b, prompt, keep=False)
@@ -202,9 +202,11 @@ def test_logits_are_those_of_a_cold_run(tiny_model, tmp_path, architecture):
     cold, _ = run(rt, tokens, use_cache=False)
     for end in (13, 29, 31, 60):  # blocks that fill bit by bit
         run(rt, tokens[:end])
+    assert rt.store is not None
     rt.store.close()
     rt = runtime(model, tmp_path / "b", object_store=url)
     warm, completion = run(rt, tokens, keep=False)
+    assert rt.store is not None
     rt.store.close()
     assert completion.cache.source == "object" and completion.usage.cached_tokens == len(tokens) - 1
     assert (warm == cold).all()
@@ -212,6 +214,7 @@ def test_logits_are_those_of_a_cold_run(tiny_model, tmp_path, architecture):
         put(url, path, flipped(data, 0.9))
     rt = runtime(model, tmp_path / "c", object_store=url)
     again, completion = run(rt, tokens, keep=False)
+    assert rt.store is not None
     rt.store.close()
     assert completion.usage.cached_tokens == 0 and completion.cache.miss_reason == "corrupt"
     assert (again == cold).all()
