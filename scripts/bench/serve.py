@@ -290,7 +290,7 @@ def main() -> int:
     parts: dict[str, Callable[[], Result]] = {
         "stream, demo": lambda: stream("demo model", EMBEDDED, 200, pairs),
         "stream, SmolLM2": lambda: stream("SmolLM2", smollm2, 64, pairs),
-        "clients": lambda: clients(smollm2, 48, min(pairs, 3)),
+        "clients": lambda: clients(smollm2, 48, pairs),
         "headers": lambda: headers(smollm2, 3 if options.quick else 11),
         "restart": lambda: restart(smollm2, 1 if options.quick else 3),
     }
