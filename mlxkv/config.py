@@ -258,6 +258,10 @@ class Settings:
                 sources[key] = Source(kind, str(file) if kind == "file" else spell(written))
         if "cache_dir" not in values:
             values["cache_dir"] = default_cache_dir(environ)
+        if values.get("object_store") and environ.get("MLXKV_OBJECT_SECRET", "unset") == "":
+            raise ConfigError(  # what was to be a secret came to nothing, and all would be sent in the clear
+                "MLXKV_OBJECT_SECRET is set, and empty.", "Unset it to send records as they are, or give it a secret."
+            )
         return cls(**values, sources=sources)
 
     def source(self, key: str) -> Source:

@@ -33,6 +33,13 @@ def test_a_short_secret_is_refused(cli, model, tmp_path, monkeypatch):
     assert done.code == 2 and "at least 16" in done.err and "too short" not in done.err
 
 
+def test_a_secret_that_came_to_nothing_is_not_taken_for_none(monkeypatch):
+    monkeypatch.setenv("MLXKV_OBJECT_SECRET", "")
+    assert Settings.load().object_store_secret() is None
+    with pytest.raises(ConfigError, match="MLXKV_OBJECT_SECRET is set, and empty"):
+        Settings.load({"object_store": "s3://b/p"})
+
+
 def test_the_secret_comes_from_a_file_and_is_never_shown(cli, tmp_path, monkeypatch):
     file = tmp_path / "secret"
     file.write_text("what nobody may read\n")
