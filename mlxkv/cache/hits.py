@@ -47,24 +47,6 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Windowed members: ``blocks`` (numbers of blocks of ``unit`` tokens) are there, the last ``needs`` before a place
-    are read to stand at it."""
-
-    blocks: frozenset[int]
-    needs: int
-    unit: int = 1
-    whole = False
-    recurrent = False
-
-    def deepest(self, limit: int) -> int:
-        for end in range(limit // self.unit, 0, -1):
-            if all(i in self.blocks for i in range(max(0, end - self.needs), end)):
-                return end * self.unit
-        return 0
-
-
-@dataclass(frozen=True)
 class Places:
     """Members that stand at ``places`` alone, of which only multiples of ``unit`` count: states, as a rule."""
 

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxkv.cache import hits
 from mlxkv.cache.connectors import Connectors, Remote
-from mlxkv.cache.hits import NOTHING, BrokenPromise, Hit, Offer, Places, Reach, Rows, Windows, longest, resolve_hit
+from mlxkv.cache.hits import NOTHING, BrokenPromise, Hit, Offer, Places, Reach, Rows, longest, resolve_hit
 
 BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windowed members: ``blocks`` (numbers of blocks of ``unit`` tokens) are there, the last ``needs`` before a place
+    are read to stand at it."""
+
+    blocks: frozenset[int]
+    needs: int
+    unit: int = 1
+    whole = False
+    recurrent = False
+
+    def deepest(self, limit: int) -> int:
+        for end in range(limit // self.unit, 0, -1):
+            if all(i in self.blocks for i in range(max(0, end - self.needs), end)):
+                return end * self.unit
+        return 0
+
 
 #: rows held, places of states; alone, common hit, shared, the capable path's hit and whether it diverged; then
 #: (local, external) of: incapable and nothing more, incapable and filled up to 96, capable and nothing, and filled

@@ -51,9 +51,7 @@ def open_store(url: str) -> Any:
     if url.lower().startswith("file:"):
         more = {"mkdir": True}
     else:
-        endpoint = next(
-            (v for n in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if (v := os.environ.get(n))), ""
-        )
+        endpoint = next((v for n in _ENDPOINTS if (v := os.environ.get(n))), "")
         more["client_options"] = {
             "connect_timeout": timedelta(seconds=_CONNECT),
             "timeout": timedelta(seconds=_SILENT),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ..exchange import RemoteTier
 from ..index import Index
-from .tier import ObjectTier
+from .tier import Counters, ObjectTier
 from .uploads import Uploads
 
 if TYPE_CHECKING:
@@ -17,24 +17,15 @@ if TYPE_CHECKING:
 CLOSE_WITHIN = 10.0
 
 
-@dataclass(frozen=True)
-class ObjectStatus:
-    """Since the store was opened. ``answers``: it did when it was last asked, or was not asked yet; ``why``: what went
-    wrong, else. asked, served: requests that looked there, and that got something. waiting: entries that are
-    still to be sent. faults: look-ups and downloads that failed, by reason."""
+@dataclass(kw_only=True)
+class ObjectStatus(Counters):
+    """What was counted since the store was opened. ``answers``: it did when it was last asked, or was not asked yet;
+    ``why``: what went wrong, else. waiting: entries that are still to be sent."""
 
     encrypted: bool
     answers: bool = True
     why: str = ""
-    asked: int = 0
-    served: int = 0
-    downloaded_records: int = 0
-    downloaded_bytes: int = 0
-    uploaded_records: int = 0
-    uploaded_bytes: int = 0
-    upload_faults: int = 0
     waiting: int = 0
-    faults: dict[str, int] = field(default_factory=dict)
 
 
 class Shared:
@@ -54,20 +45,13 @@ class Shared:
             self.uploads.close(min(timeout, CLOSE_WITHIN))
 
     def status(self) -> ObjectStatus:
-        tier, counters = self.tier, self.tier.counters
+        tier = self.tier
         return ObjectStatus(
             encrypted=tier.secret is not None,
             answers=not tier.outage.why,
             why=tier.outage.why,
-            asked=counters.asked,
-            served=counters.served,
-            downloaded_records=counters.downloaded_records,
-            downloaded_bytes=counters.downloaded_bytes,
-            uploaded_records=counters.uploaded_records,
-            uploaded_bytes=counters.uploaded_bytes,
-            upload_faults=counters.upload_faults,
             waiting=self.uploads.waiting if self.uploads is not None else 0,
-            faults=counters.faults.copy(),
+            **asdict(tier.counters),
         )
 
 

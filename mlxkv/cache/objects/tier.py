@@ -54,7 +54,8 @@ _LISTED = 50_000
 
 @dataclass
 class Counters:
-    """Since the tier was opened. ``faults`` by reason: of look-ups and downloads."""
+    """Since the tier was opened. asked, served: requests that looked there, and that got something. ``faults`` by
+    reason: of look-ups and downloads."""
 
     asked: int = 0
     served: int = 0
