@@ -10,7 +10,7 @@ from ..cache.restoring import Restoring
 from ..cache.status import StoreStatus
 from .batched import Batched
 from .group import Group
-from .handoff import Handoff, Picture
+from .handoff import Handoff, Picture, State
 from .memory import Memory
 from .needs import Needs
 from .options import Options
@@ -53,7 +53,9 @@ class Books:
         self._steps, self._step_s = 0, 0.0
         self._rested = 0
         self._admitted = False
-        #: told when somebody was admitted, within a turn
+        #: what the handoff was told last, and its state since
+        self._seen: tuple[tuple[int, ...], State] | None = None
+        #: told when somebody came, was admitted or left, within a turn
         self.changed: Callable[[], None] = lambda: None
         #: puts what was queued meanwhile into ``tickets``
         self.look: Callable[[], None] = lambda: None
@@ -88,6 +90,11 @@ class Books:
     def idle(self) -> bool:
         """A turn would have nothing to do."""
         return not (self.active or self.waiting or self.tickets)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many are in each of the books."""
+        return len(self.tickets), len(self.waiting), len(self.restoring), len(self.prefills), self.seats.rows
 
     def status(self) -> Status:
         memory = self.rt.memory
@@ -145,20 +152,20 @@ class Books:
     @property
     def _knocking(self) -> int:
         """Requests that nobody has looked at, as far as there are places for them."""
+        if not self.tickets:
+            return 0
         return min(len(self.tickets), max(0, self._max_rows - self.active - len(self.waiting)))
 
     def _see(self) -> None:
-        """Tell the handoff what there is."""
-        through, new = len(self._reading.through), len(self._reading.new)
-        self.handoff.see(
-            Picture(
-                streams=len(self._streams),
-                rows=self.seats.rows,
-                newcomers=self._knocking + new,
-                reading=len(self.prefills) - through - new,
-                through=through,
-            )
-        )
+        """Tell the handoff what there is, if that is news: the same thing twice changes nothing."""
+        through = new = 0
+        if self.prefills:
+            through, new = len(self._reading.through), len(self._reading.new)
+        streams = len(self._streams)
+        there = (streams, self.seats.rows, self._knocking + new, len(self.prefills) - through - new, through)
+        if self._seen != (there, self.handoff.state):
+            self.handoff.see(Picture(*there))
+            self._seen = there, self.handoff.state
 
     def _forget(self) -> None:
         """Whose turn it was is of no use where there is nobody; and what is remembered by names keeps those alive, with

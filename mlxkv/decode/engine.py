@@ -39,6 +39,8 @@ log = logging.getLogger("mlxkv.engine")
 FAILURE_WINDOW = 60.0
 #: seconds between two looks at the memory while nothing is to be done
 IDLE_S = 1.0
+#: seconds between two accounts of what it does, while nobody comes or goes
+ACCOUNT_S = 0.02
 #: tokens of a warm-up's longer prompt
 WARM_TOKENS = 32
 
@@ -293,7 +295,8 @@ class Engine:
             return Health(reason or self._watchdog.reason, now.active, now.queued + now.waiting)
 
     def status(self) -> Status:
-        """What it is doing now, as of its last turn; ``rows`` as of this moment."""
+        """What it is doing, as of its last turn (of plain steps: of one of the last ``ACCOUNT_S``); ``rows`` as of this
+        moment."""
         with self._wake:
             rows = tuple(ticket.row(self._words.context_length) for ticket in list(self._live))
             return replace(self._now(), rows=rows)
@@ -383,9 +386,14 @@ class Engine:
 
         loop = Loop(runtime, self._options, self._failed)
 
+        shown: tuple[int, ...] = ()
+        when = 0.0
+
         def publish() -> None:
+            nonlocal shown, when
             with self._wake:
                 self._status = loop.status()
+            shown, when = loop.shape, time.monotonic()
 
         def look() -> None:
             with self._wake:
@@ -418,7 +426,8 @@ class Engine:
                 self._give_up(loop)
                 publish()
                 return
-            publish()
+            if loop.shape != shown or time.monotonic() - when >= ACCOUNT_S:
+                publish()
         with self._watchdog.turn():
             try:
                 loop.close()

@@ -27,12 +27,7 @@ class Loop(Ends):
 
     def turn(self) -> None:
         """Whatever goes wrong is told to the requests that it concerns; raises only what ends the engine."""
-        self._receive()
-        self._leave()
-        self._admit()
-        self.changed()
-        self._restore()
-        self._see()
+        self._come_and_go()
         groups = self.groups
         step = self._rounds.next(groups) if groups else None
         if step is None or step.first:
@@ -71,14 +66,11 @@ class Loop(Ends):
         than that wait for one step, which is no cycle."""
         for _ in range(LOOKS):
             self.look()
+            if not (self.tickets or self.prefills):  # what was seen last is what there is
+                return
             if not (self._knocking or self._reading.new):
                 break
-            self._receive()
-            self._leave()
-            self._admit()
-            self.changed()
-            self._restore()
-            self._see()
+            self._come_and_go()
             self._seat()
             self._chunks(self._reading.besides())
         else:
@@ -94,6 +86,16 @@ class Loop(Ends):
             self._see()
 
     # requests
+
+    def _come_and_go(self) -> None:
+        before = self.shape
+        self._receive()
+        self._leave()
+        self._admit()
+        if self.shape != before:
+            self.changed()
+        self._restore()
+        self._see()
 
     def _receive(self) -> None:
         """Build prompts: one a turn while others decode, whose tokens would wait for it; where something drafts, of all

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: tokens of a row in joint steps that wait to be shown: live arrays are bounded, and every row of them stays while one
 #: needs it
 MOST = 64
+#: steps of which something may not be evaluated yet
+RECENT = 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class BatchHead(Form):
         self._parts: dict[int, SlotRows] = {}
         #: of the last steps, the first of them number ``_first``
         self._steps: tuple[Step, ...] = ()
+        #: of steps of one token, from number .. on to number .., tokens [slots, n] and hidden [slots, n, H]
+        self._joined: tuple[int, int, mx.array, mx.array] | None = None
         #: (tokens, hidden) of a verify step that was not committed yet
         self._open: tuple[mx.array, mx.array] | None = None
         self._first = 0
@@ -98,10 +102,23 @@ class BatchHead(Form):
         head = self.heads[slot]
         steps = self._steps[self._next[slot] - self._first :] if head is not None else ()
         if head is not None and steps:
-            tokens = [step.tokens[slot : slot + 1, : step.kept[slot]] for step in steps]
-            hidden = [step.hidden[slot : slot + 1, : step.kept[slot]] for step in steps]
-            head.show(mx.concatenate(tokens, axis=1), mx.concatenate(hidden, axis=1))
-        self._next[slot] = self._first + len(self._steps)
+            if all(step.tokens.shape[1] == step.kept[slot] == 1 for step in steps):
+                tokens, hidden = self._together(steps)
+                head.show(tokens[slot : slot + 1], hidden[slot : slot + 1])
+            else:
+                tokens = [step.tokens[slot : slot + 1, : step.kept[slot]] for step in steps]
+                hidden = [step.hidden[slot : slot + 1, : step.kept[slot]] for step in steps]
+                head.show(mx.concatenate(tokens, axis=1), mx.concatenate(hidden, axis=1))
+        self._next[slot] = self._end
+
+    def _together(self, steps: tuple[Step, ...]) -> tuple[mx.array, mx.array]:
+        """Tokens and hidden states of all slots in the last ``steps``, of one token each: rows that stand alike are
+        parts of one pair."""
+        start, end = self._end - len(steps), self._end
+        if self._joined is None or self._joined[:2] != (start, end):
+            tokens = mx.concatenate([step.tokens for step in steps], axis=1)
+            self._joined = start, end, tokens, mx.concatenate([step.hidden for step in steps], axis=1)
+        return self._joined[2:]
 
     @property
     def _end(self) -> int:
@@ -114,6 +131,7 @@ class BatchHead(Form):
             seen = self._first + len(self._steps)
         self._steps = self._steps[seen - self._first :]
         self._first = seen
+        self._joined = None
 
     def arrays(self) -> list[mx.array]:
         return []
@@ -122,8 +140,12 @@ class BatchHead(Form):
         pass
 
     def live(self) -> list[mx.array]:
-        mine = [a for step in self._steps for a in step.arrays()] + list(self._open or ())
-        return mine + self.rows.arrays() + [a for h in self.heads if h is not None for a in (*h.tokens, *h.hidden)]
+        mine = [a for step in self._steps[-RECENT:] for a in step.arrays()] + list(self._open or ())
+        return (
+            mine
+            + self.rows.arrays()
+            + [a for head in self.heads if head is not None for a in (*head.recent(), *head.tokens[-1:])]
+        )
 
     def hold(self) -> Any:
         self._tidy()  # here, where no newer step is built
@@ -131,6 +153,7 @@ class BatchHead(Form):
 
     def put_back(self, held: Any) -> None:
         self._steps, self._open = held
+        self._joined = None
 
     def check(self, cache: Any, position: int) -> None:
         pass
