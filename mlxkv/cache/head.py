@@ -27,8 +27,8 @@ Run = Callable[..., mx.array]
 HEAD_BEHIND = 512
 #: steps after which what they left is joined into one array: few arrays are evaluated again and again
 _JOIN = 32
-#: forwards that may be under way at a time
-_RECENT = 4
+#: steps of which something may not be evaluated yet: one that was submitted, and one that is built behind it
+RECENT = 2
 #: rows that the first draft's own forward makes; of more, all but the last are made without an output
 _TOGETHER = 8
 
@@ -56,6 +56,8 @@ class HeadCache(OwnCache):
         self.tokens: list[mx.array] = []
         self.hidden: list[mx.array] = []
         self.start = 0
+        #: how often something was shown, and when what waits was last put together
+        self._shows = self._put = 0
 
     def observe(self, tokens: mx.array, hidden: mx.array) -> None:
         """The body ran over ``tokens`` [1, n] and gave ``hidden`` [1, n, H]."""
@@ -71,6 +73,7 @@ class HeadCache(OwnCache):
         self.tokens = [*self.tokens, tokens]
         self.hidden = [*self.hidden, hidden]
         self.seen += tokens.shape[1]
+        self._shows += 1
         if len(self.hidden) >= _JOIN:
             self._join()
 
@@ -78,7 +81,7 @@ class HeadCache(OwnCache):
         """Of the last ``width`` tokens shown, the first ``kept`` stay."""
         if gone := width - kept:
             self._one()
-            self.tokens, self.hidden = [self.tokens[0][:, :-gone]], [self.hidden[0][:, :-gone]]
+            self.have(self.tokens[0][:, :-gone], self.hidden[0][:, :-gone])
             self.seen -= gone
 
     def catch_up(self) -> None:
@@ -132,10 +135,11 @@ class HeadCache(OwnCache):
     # what is held
 
     def recent(self) -> list[mx.array]:
-        """Of what waits for the head, what may not be evaluated yet: what was joined, and what the last forwards left.
-        A token is evaluated with the hidden state that came of it."""
-        last = max(1, len(self.hidden) - _RECENT)
-        return [*self.tokens[:1], *self.hidden[:1], *self.hidden[last:]]
+        """Of what waits for the head, what may not be evaluated yet: what was put together of late, and what the last
+        forwards left. A token is evaluated with the hidden state that came of it. All that was recent at a step is to
+        be evaluated with it."""
+        first = 1 if self._shows - self._put <= RECENT else 0
+        return [*self.tokens[:first], *self.hidden[:first], *self.hidden[max(first, len(self.hidden) - RECENT) :]]
 
     def hidden_at(self, position: int) -> mx.array | None:
         """The body's hidden state [1, 1, H] at ``position``, while it is still held."""
@@ -155,13 +159,17 @@ class HeadCache(OwnCache):
     def _one(self) -> None:
         """One array of each."""
         if len(self.hidden) > 1:
-            self.tokens, self.hidden = [mx.concatenate(self.tokens, axis=1)], [mx.concatenate(self.hidden, axis=1)]
+            self.have(mx.concatenate(self.tokens, axis=1), mx.concatenate(self.hidden, axis=1))
+
+    def have(self, tokens: mx.array, hidden: mx.array) -> None:
+        """This pair, [1, n] and [1, n, H], is all that waits."""
+        self.tokens, self.hidden, self._put = [tokens], [hidden], self._shows
 
     def _join(self) -> None:
         """One array of each, of what is still needed."""
         self._one()
         if (made := min(self.kv.offset, self.seen - 1) - self.start) > 0:
-            self.tokens, self.hidden = [self.tokens[0][:, made:]], [self.hidden[0][:, made:]]
+            self.have(self.tokens[0][:, made:], self.hidden[0][:, made:])
             self.start += made
 
     def members(self, path: tuple[int, ...]) -> list[Member]:
@@ -259,5 +267,5 @@ class HeadHidden(_HeadMember):
 
     def resume(self, arrays: Arrays, position: int) -> None:
         # the token of this position is in the row before; only the one that follows is still needed
-        self.cache.tokens, self.cache.hidden = [mx.zeros((1, 1), mx.int32)], [arrays["hidden"]]
+        self.cache.have(mx.zeros((1, 1), mx.int32), arrays["hidden"])
         self.cache.seen, self.cache.start = position, position - 1

@@ -69,9 +69,10 @@ class SequenceState:
 
     def _check(self) -> None:
         for member in self.members or ():
-            if member.position is not None and member.position != self.position:
+            at = member.position
+            if at is not None and at != self.position:
                 raise PositionError(
-                    f"Member {member.label} ({member.kind}) stands at {member.position}, the sequence at "
+                    f"Member {member.label} ({member.kind}) stands at {at}, the sequence at "
                     f"{self.position}. Its state cannot be trusted."
                 )
 

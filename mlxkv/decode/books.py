@@ -147,7 +147,12 @@ class Books:
     @property
     def _streams(self) -> list[Group]:
         """Groups whose next step may be a cycle."""
-        return [group for group in self.groups if group.rows and group.speculates]
+        found: list[Group] = []
+        if self.seats.speculation is not None:
+            for group in self.seats.groups:  # a step's way leads here several times
+                if group.rows and group.speculates:
+                    found.append(group)
+        return found
 
     @property
     def _knocking(self) -> int:
@@ -161,8 +166,7 @@ class Books:
         through = new = 0
         if self.prefills:
             through, new = len(self._reading.through), len(self._reading.new)
-        streams = len(self._streams)
-        there = (streams, self.seats.rows, self._knocking + new, len(self.prefills) - through - new, through)
+        there = len(self._streams), self.seats.rows, self._knocking + new, len(self.prefills) - through - new, through
         if self._seen != (there, self.handoff.state):
             self.handoff.see(Picture(*there))
             self._seen = there, self.handoff.state

@@ -30,7 +30,7 @@ PARK, PARKED = 4, 256
 #: plain steps until it is asked again whether a try can be paid, at most
 ASK = 64
 #: of the plain steps of a parked sequence one in so many is measured
-MEASURED = 8
+MEASURED = 32
 #: plain steps until a drafter that had nothing to propose is asked again, at first and at most
 QUIET, QUIETEST = 1, 16
 #: cycles until plain steps are timed again, at first and at most, and how many of them there are then

@@ -396,11 +396,12 @@ class Engine:
             shown, when = loop.shape, time.monotonic()
 
         def look() -> None:
+            if not self._queue:  # between most steps
+                return
             with self._wake:
-                if self._queue:
-                    loop.tickets.extend(self._queue)
-                    self._queue.clear()
-                    self._status = replace(self._status, queued=len(loop.tickets))
+                loop.tickets.extend(self._queue)
+                self._queue.clear()
+                self._status = replace(self._status, queued=len(loop.tickets))
 
         loop.changed, loop.look = publish, look
         while True:

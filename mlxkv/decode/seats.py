@@ -66,7 +66,10 @@ class Seats:
     @property
     def rows(self) -> int:
         """Sequences that decode."""
-        return sum(len(group.rows) for group in self.groups)
+        n = 0
+        for group in self.groups:
+            n += len(group.rows)
+        return n
 
     def sequences(self) -> Iterator[Sequence]:
         for group in self.groups:
@@ -168,11 +171,11 @@ class Seats:
         self.touched = [group]
         flew = group.flies
         if isinstance(group.executor, Batched):
-            capacity = group.executor.batch.capacity
-            if max(group.positions().values()) >= capacity:
+            capacity, longest = group.executor.batch.capacity, max(group.positions().values())
+            if longest >= capacity:
                 self._settle(group)
                 self._lengthen(group, capacity + 1)
-            elif cycle and self._drafts:
+            elif cycle and longest + 1 + self._drafts > capacity:
                 self._look_ahead(group)
         if flew and not group.flies and cycle and group.speculates:
             return  # what was read is this step: with a cycle behind it newcomers would wait for more than a run

@@ -70,6 +70,8 @@ class Steps:
         #: what journals of verify steps are like, by key
         self._outlines: dict[Key, Outline] = {}
         self._last: Traced | None = None
+        #: what is tracked where nothing is, by slots and rows of the pool
+        self._nothing: dict[tuple[int, int], list[mx.array]] = {}
 
     def admit(self, batch: Batch, pool: Pool | None = None, widths: Iterable[int] = ()) -> None:
         """Rows of ``batch`` are about to be stepped, or verified at some of ``widths``: trace what is missing for its
@@ -321,7 +323,12 @@ class Steps:
 
     def _always(self, track: Track | None, batch: Batch, pool: Pool | None) -> list[mx.array]:
         """Always there: a trace without it would never track."""
-        return _arrays(track or Track.of(batch.slots, pool.dummy if pool else 0))
+        if track is not None:
+            return track.arrays()
+        key = batch.slots, pool.dummy if pool else 0
+        if key not in self._nothing:
+            self._nothing[key] = Track.of(*key).arrays()
+        return self._nothing[key]
 
     def _counted(self, body: Callable[..., Out]) -> Callable[..., Out]:
         def traced(*args: Any) -> Out:

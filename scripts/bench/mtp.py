@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ from demo_model.heldout import cases  # noqa: E402
 #: tokens of an answer at most
 MOST = 200
 DEPTHS = (2, 4, 8)
+#: engines a side of a pair
+ENGINES = 3
 
 
 def prompts(tokenizer: Any, step: int) -> list[list[int]]:
@@ -136,10 +140,10 @@ def tokens(temperature: float, bar: float, pairs: int, step: int) -> Result:
     return judge(f"tokens/s with drafts / plain, {how}", [b / a for a, b in measured], Bar(bar), note)
 
 
-def useless(pairs: int, step: int) -> Result:
+def useless(compile: str, pairs: int, step: int) -> Result:
     """Answers of 200 tokens, by a fresh engine's standards: what was learned in one pair is not known in the next. Two
-    engines of the same kind differ here by several per cent, whatever they were asked, by where their weights came to
-    lie: so there are more pairs, of fewer prompts, and in every other one the sides are opened the other way round."""
+    engines of the same kind differ here by several per cent, whatever they were asked, by where their buffers came to
+    lie: so a side of a pair is several engines, opened in an order that changes."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "random-head"
         shutil.copytree(EMBEDDED, made)
@@ -149,29 +153,37 @@ def useless(pairs: int, step: int) -> Result:
             weights[name] = (mx.random.normal(old.shape, key=mx.random.key(i)) * 0.3).astype(old.dtype)
         mx.save_safetensors(str(made / "model.safetensors"), weights, metadata={"format": "pt"})
         _, tokenizer = float32(EMBEDDED)
-        asked = prompts(tokenizer, step)
+        asked = prompts(tokenizer, step)[:6]
         bias = dict.fromkeys(tokenizer.eos_token_ids, -100.0)
         seen = []
 
-        def pair(number: int) -> list[float]:
-            first, second = ("off", "auto") if number % 2 else ("auto", "off")
-            with mlxkv.load(made, cache=False, draft=first) as a, mlxkv.load(made, cache=False, draft=second) as b:
-                plain, drafting = (a, b) if number % 2 else (b, a)
-                for engine in (plain, drafting):
-                    engine.warm_up()  # as the server does before it takes requests
-                sides: list[One] = [
-                    lambda prompt, _: decoded(plain, prompt, logit_bias=bias),
-                    lambda prompt, _: decoded(drafting, prompt, logit_bias=bias),
-                ]
-                values = all_tps(sides, asked[:6], number)
-                seen.append(drafting.status())
-                return values
+        def side(engine: Engine) -> One:
+            return lambda prompt, _: decoded(engine, prompt, logit_bias=bias)
 
-        measured = [pair(number) for number in range(3 * pairs + 1)][1:]
+        def pair(number: int) -> tuple[float, float]:
+            order = ["off", "auto"] * ENGINES
+            random.Random(number).shuffle(order)
+            with ExitStack() as opened:
+                engines = [
+                    opened.enter_context(mlxkv.load(made, cache=False, draft=draft, compile=compile)) for draft in order
+                ]
+                for engine in engines:
+                    engine.warm_up()  # as the server does before it takes requests
+                tps = all_tps([side(engine) for engine in engines], asked, number)
+                seen.extend(engine.status() for engine, draft in zip(engines, order, strict=True) if draft == "auto")
+            # the harmonic mean: all tokens of a side over all its seconds
+            plain, drafting = (
+                statistics.harmonic_mean([t for t, draft in zip(tps, order, strict=True) if draft == kind])
+                for kind in ("off", "auto")
+            )
+            return plain, drafting
+
+        measured = [pair(number) for number in range(pairs + 1)][1:]
     note = f"medians: plain {statistics.median(a for a, _ in measured):.0f} tok/s, with drafts "
-    note += f"{statistics.median(b for _, b in measured):.0f}; {seen[-1].accepted} of {seen[-1].drafted} accepted in "
-    note += f"{seen[-1].cycles} cycles"
-    return judge("tokens/s with useless drafts / plain", [b / a for a, b in measured], Bar(0.97), note)
+    note += f"{statistics.median(b for _, b in measured):.0f}; {sum(s.accepted for s in seen)} of "
+    note += f"{sum(s.drafted for s in seen)} accepted in {sum(s.cycles for s in seen)} cycles, {ENGINES} engines a side"
+    name = "tokens/s with useless drafts / plain" + (", compiled" if compile == "on" else "")
+    return judge(name, [b / a for a, b in measured], Bar(0.97), note)
 
 
 def late(pairs: int, n: int) -> Result:
@@ -285,7 +297,8 @@ def main() -> int:
         parts: dict[str, Callable[[], Result]] = {
             "tokens, greedy": lambda: tokens(0.0, 1.35, pairs, step),
             "tokens, temperature": lambda: tokens(0.7, 1.15, pairs, step),
-            "useless": lambda: useless(pairs, step),
+            "useless": lambda: useless("auto", pairs, step),
+            "useless, compiled": lambda: useless("on", pairs, step),
             "late, short": lambda: late(pairs, 48),
             "late, long": lambda: late(pairs, 600),
             "rewind, gated delta": lambda: rewind("gated delta rule (demo model)", EMBEDDED, pairs),

@@ -66,6 +66,8 @@ class Batch:
         #: those that a journal speaks of
         self.recurrent = [form for form in self._leaves if isinstance(form, BatchRecurrent)]
         self._counts = [len(form.arrays()) for form in self._leaves]
+        #: those that have arrays, and how many
+        self._holders = [(form, n) for form, n in zip(self._leaves, self._counts, strict=True) if n]
 
     def _forms(self, caches: list[Any], live: Layout) -> list[Any]:
         specs = {spec.path: spec for spec in live.members}
@@ -364,13 +366,14 @@ class Batch:
 
     def arrays(self) -> list[mx.array]:
         """All arrays of the state, in a fixed order."""
-        return [a for form in self._leaves for a in form.arrays()]
+        return [a for form, _ in self._holders for a in form.arrays()]
 
     def bind(self, arrays: list[mx.array]) -> None:
         """Take over arrays in the order of ``arrays()``."""
-        rest = iter(arrays)
-        for form, n in zip(self._leaves, self._counts, strict=True):
-            form.bind([next(rest) for _ in range(n)])
+        at = 0
+        for form, n in self._holders:
+            form.bind(arrays[at : at + n])
+            at += n
 
     def states(self) -> list[mx.array]:
         """The recurrent arrays [slots, …], in the layout's order: what a step may track."""
@@ -385,7 +388,7 @@ class Batch:
         they keep what ``commit`` says."""
         for form, hidden in zip(self.heads, emitted, strict=True):
             if ids.ndim == 1:
-                form.shown(ids[:, None], hidden)
+                form.shown(ids, hidden)
             else:
                 form.verified(ids, hidden)
 

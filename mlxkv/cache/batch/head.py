@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..head import HeadCache, HeadHidden, HeadRows
+from ..head import RECENT, HeadCache, HeadHidden, HeadRows
 from ..layout import MemberSpec
 from ..member import Arrays, Member
 from .form import BatchError, Form
@@ -28,21 +28,25 @@ if TYPE_CHECKING:
 #: tokens of a row in joint steps that wait to be shown: live arrays are bounded, and every row of them stays while one
 #: needs it
 MOST = 64
-#: steps of which something may not be evaluated yet
-RECENT = 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the body saw and gave in one step: tokens [slots, D], hidden [slots, D, H]. ``kept``: how many of the D
-    tokens each row kept."""
+    """What the body saw and gave in one step: tokens [slots, D], or [slots] of a plain one, hidden [slots, D, H].
+    ``kept``: how many of the D tokens each row kept."""
 
     tokens: mx.array
     hidden: mx.array
     kept: tuple[int, ...]
 
-    def arrays(self) -> tuple[mx.array, mx.array]:
-        return self.tokens, self.hidden
+    @property
+    def width(self) -> int:
+        return self.hidden.shape[1]
+
+    def of(self, slot: int) -> tuple[mx.array, mx.array]:
+        """What the row kept: [1, n] and [1, n, H]."""
+        n = self.kept[slot]
+        return self.tokens[slot : slot + 1].reshape(1, -1)[:, :n], self.hidden[slot : slot + 1, :n]
 
 
 class BatchHead(Form):
@@ -52,9 +56,12 @@ class BatchHead(Form):
         self.place = place
         self.rows = HeadRowsOfAll(spec, slots, capacity)
         self.heads: list[HeadCache | None] = [None] * slots
+        self._ones = (1,) * slots
         self._parts: dict[int, SlotRows] = {}
         #: of the last steps, the first of them number ``_first``
         self._steps: tuple[Step, ...] = ()
+        #: tokens of a row in these
+        self._waits = 0
         #: of steps of one token, from number .. on to number .., tokens [slots, n] and hidden [slots, n, H]
         self._joined: tuple[int, int, mx.array, mx.array] | None = None
         #: (tokens, hidden) of a verify step that was not committed yet
@@ -64,6 +71,8 @@ class BatchHead(Form):
         self._next, self._since = [0] * slots, [0] * slots
         self.hidden: mx.array | None = None
         self._drafting: tuple[int, ...] = ()
+        #: the number of the next step when a head last made, or was shown, anything by itself
+        self._stirred = 0
 
     def observe(self, tokens: mx.array, hidden: mx.array) -> None:
         """The body ran over ``tokens`` [slots, D] and gave ``hidden`` [slots, D, H]."""
@@ -77,9 +86,10 @@ class BatchHead(Form):
         return [hidden]
 
     def shown(self, tokens: mx.array, hidden: mx.array) -> None:
-        """``tokens`` [slots, 1] and ``hidden`` [slots, 1, H] of a step that was built."""
+        """``tokens`` [slots] and ``hidden`` [slots, 1, H] of a step that was built."""
         self._tidy()
-        self._steps = (*self._steps, Step(tokens, hidden, (1,) * tokens.shape[0]))
+        self._steps = (*self._steps, Step(tokens, hidden, self._ones))
+        self._waits += 1
 
     def verified(self, tokens: mx.array, hidden: mx.array) -> None:
         """``tokens`` [slots, D] and ``hidden`` [slots, D, H] of a verify step that was built."""
@@ -88,27 +98,30 @@ class BatchHead(Form):
 
     def committed(self, kept: list[int]) -> None:
         if self._open is not None:
-            self._steps, self._open = (*self._steps, Step(*self._open, tuple(kept))), None
+            self._steps = (*self._steps, Step(*self._open, tuple(kept)))
+            self._waits += self._open[0].shape[1]
+            self._open = None
 
     def _tidy(self) -> None:
         """Bound what waits. After ``hold`` there is nothing to do until the next step was built: what it says stays."""
-        if sum(step.tokens.shape[1] for step in self._steps) >= MOST:
+        if self._waits >= MOST:
             for slot in range(len(self.heads)):
                 self.feed(slot)
-        self._drop()
+            self._drop()
 
     def feed(self, slot: int) -> None:
         """Show the slot's head all steps it has not seen."""
         head = self.heads[slot]
         steps = self._steps[self._next[slot] - self._first :] if head is not None else ()
         if head is not None and steps:
-            if all(step.tokens.shape[1] == step.kept[slot] == 1 for step in steps):
+            if all(step.kept is self._ones for step in steps):
                 tokens, hidden = self._together(steps)
                 head.show(tokens[slot : slot + 1], hidden[slot : slot + 1])
             else:
-                tokens = [step.tokens[slot : slot + 1, : step.kept[slot]] for step in steps]
-                hidden = [step.hidden[slot : slot + 1, : step.kept[slot]] for step in steps]
-                head.show(mx.concatenate(tokens, axis=1), mx.concatenate(hidden, axis=1))
+                pairs = [step.of(slot) for step in steps]
+                tokens, hidden = (mx.concatenate(part, axis=1) for part in zip(*pairs, strict=True))
+                head.show(tokens, hidden)
+            self.stir()
         self._next[slot] = self._end
 
     def _together(self, steps: tuple[Step, ...]) -> tuple[mx.array, mx.array]:
@@ -116,9 +129,13 @@ class BatchHead(Form):
         parts of one pair."""
         start, end = self._end - len(steps), self._end
         if self._joined is None or self._joined[:2] != (start, end):
-            tokens = mx.concatenate([step.tokens for step in steps], axis=1)
+            tokens = mx.stack([step.tokens for step in steps], axis=1)
             self._joined = start, end, tokens, mx.concatenate([step.hidden for step in steps], axis=1)
         return self._joined[2:]
+
+    def stir(self) -> None:
+        """A head makes something by itself, or is shown something: it is to be evaluated with the next step."""
+        self._stirred = self._end
 
     @property
     def _end(self) -> int:
@@ -129,9 +146,12 @@ class BatchHead(Form):
         seen = min((n for n, head in zip(self._next, self.heads, strict=True) if head is not None), default=None)
         if seen is None:
             seen = self._first + len(self._steps)
-        self._steps = self._steps[seen - self._first :]
+        self._keep(self._steps[seen - self._first :])
         self._first = seen
-        self._joined = None
+
+    def _keep(self, steps: tuple[Step, ...]) -> None:
+        self._steps, self._joined = steps, None
+        self._waits = sum(step.width for step in steps)
 
     def arrays(self) -> list[mx.array]:
         return []
@@ -140,20 +160,24 @@ class BatchHead(Form):
         pass
 
     def live(self) -> list[mx.array]:
-        mine = [a for step in self._steps[-RECENT:] for a in step.arrays()] + list(self._open or ())
-        return (
-            mine
-            + self.rows.arrays()
-            + [a for head in self.heads if head is not None for a in (*head.recent(), *head.tokens[-1:])]
-        )
+        found = [step.hidden for step in self._steps[-RECENT:]]  # its tokens were evaluated with it
+        if self._open is not None:
+            found += self._open
+        if self._end - self._stirred <= RECENT:
+            found += self.rows.arrays()
+            for head in self.heads:
+                if head is not None:
+                    found += (*head.recent(), *head.tokens[-1:])
+        return found
 
     def hold(self) -> Any:
         self._tidy()  # here, where no newer step is built
         return self._steps, self._open
 
     def put_back(self, held: Any) -> None:
-        self._steps, self._open = held
-        self._joined = None
+        steps, self._open = held
+        if steps is not self._steps:
+            self._keep(steps)
 
     def check(self, cache: Any, position: int) -> None:
         pass
@@ -165,7 +189,7 @@ class BatchHead(Form):
         self.rows.join(slot, head.kv)
         head.kv = self._parts[slot] = SlotRows(self.rows, slot)
         self.heads[slot] = head
-        self._next[slot] = self._since[slot] = self._end
+        self._next[slot] = self._since[slot] = self._stirred = self._end
 
     def leave(self, slot: int) -> None:
         self.heads[slot] = None
@@ -182,8 +206,9 @@ class BatchHead(Form):
             self._parts[old].slot = slot  # those who read the row hold it
         self._parts = {slot: self._parts[old] for old, slot in keep.items()}
         self.rows.resize(slots, capacity, keep)
-        self._first = self._end
-        self._steps, self.heads = (), heads
+        self._first = self._stirred = self._end
+        self._keep(())
+        self.heads, self._ones = heads, (1,) * slots
         self._next, self._since = [self._first] * slots, [self._first] * slots
 
     def row(self, seat: Seat, path: tuple[int, ...]) -> list[Member]:
@@ -203,6 +228,7 @@ class BatchHead(Form):
     def prepare(self, slots: Sequence[int]) -> None:
         """The heads of these rows make what rows they can before the next root is known, lazily. A step was submitted,
         and no newer one is built."""
+        self.stir()
         for slot in slots:
             self.feed(slot)
             self._head(slot).catch_up()
@@ -215,6 +241,7 @@ class BatchHead(Form):
         """The heads of these rows over all that waits, the root last: m [slots, 1, H], of which those of other rows
         mean nothing. States inside the last step can be read no more."""
         self.drop()
+        self.stir()
         self._drafting = tuple(roots)
         if not self._head(self._drafting[0]).joint:
             for slot in roots:
@@ -231,6 +258,7 @@ class BatchHead(Form):
         """A speculative row each of those that ``first`` was called with: ``drafts`` [slots, 1], the last ``m``
         [slots, 1, H] -> the next m, of draft ``step``."""
         head = self._head(self._drafting[0])
+        self.stir()
         if not head.joint:
             rows = {s: self._head(s).following(drafts[s : s + 1], m[s : s + 1], step) for s in self._drafting}
             return self._each(rows)
@@ -246,7 +274,7 @@ class BatchHead(Form):
 
     def _waiting(self) -> Step | None:
         """The last step, if what it left is all that waits for the rows that draft."""
-        if not self._steps or self._steps[-1].tokens.shape[1] > SPARE:
+        if not self._steps or self._steps[-1].width > SPARE:
             return None
         step = self._steps[-1]
         for slot in self._drafting:
@@ -319,6 +347,7 @@ class _Fed:
 
     def _feed(self) -> None:
         self._form.feed(self._seat.slot)
+        self._form.stir()
 
 
 class _RowRows(_Fed, HeadRows):

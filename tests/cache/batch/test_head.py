@@ -3,7 +3,9 @@ alone."""
 
 from __future__ import annotations
 
+import io
 import random
+import re
 
 import mlx.core as mx
 import numpy as np
@@ -54,6 +56,13 @@ def story(tmp_path_factory):
     return Story(tmp_path_factory.mktemp("headed") / "model")
 
 
+def unevaluated(arrays: list[mx.array]) -> list[str]:
+    """Operations that are still to be done for these."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return re.findall(r'label ="(\w+)"', graph.getvalue())
+
+
 class Company:
     """A batch's heads; ``texts``: slot -> which text sits there."""
 
@@ -94,6 +103,8 @@ class Company:
             wrong = mx.full((width - n, self.story.hidden.shape[2]), 9.0)
             hidden.append(mx.concatenate([self.story.hidden[text, at : at + n], wrong]))
         ids, shown = mx.stack(tokens), mx.stack(hidden)
+        ids = ids[:, 0] if width == 1 else ids
+        mx.eval(ids)  # as a hidden state that came of them would be evaluated with them
         if width == 1:
             self.form.shown(ids, shown)
         else:
@@ -102,6 +113,12 @@ class Company:
         for slot, n in kept.items():
             self.at[slot] += n
         mx.eval(self.form.live())
+        assert not unevaluated(self.everything())
+
+    def everything(self) -> list[mx.array]:
+        """All that the form holds, whether or not a step must evaluate it."""
+        mine = [a for step in self.form._steps for a in (step.tokens, step.hidden)] + self.form.rows.arrays()
+        return mine + [a for head in self.form.heads if head is not None for a in (*head.tokens, *head.hidden)]
 
     def draft(self, k: int) -> mx.array:
         """The m of k drafts of all rows [k, slots, 1, H]; the drafts are any tokens."""
