@@ -122,7 +122,7 @@ class Books:
             cycles=drafts.cycles,
             drafted=drafts.proposed,
             accepted=drafts.accepted,
-            depth=self.seats.speculation.last if self.seats.speculation is not None and self.groups else 0,
+            depth=self.seats.speculation.last if self.seats.speculation is not None and self._streams else 0,
             memory_limit=memory.limit,
             store=StoreStatus.of(self.rt.store) if self.rt.store is not None else None,
         )

@@ -49,6 +49,8 @@ REHEARSED = 2
 FADE, FADE_ENGINE = 0.96, 0.99
 #: of the first drafts of earlier sequences, more than so many, so few were accepted that the next one's hardly will be
 TRIED, HOPELESS = 2.5, 0.2
+#: new sequences that sleep, where drafts are hopeless, until one tries again, at first and at most
+NAP, NAPS = 2, 32
 #: before anything was seen: how often a draft is taken to be accepted, and how many drafts that counts for
 GUESS, WEIGHT = 0.6, 1.0
 #: what earlier sequences did counts for as many drafts as a guess does, and for so many more once SEEN were seen
@@ -121,11 +123,29 @@ class Course:
         self.steps = 0
 
 
+class Naps:
+    """Of the sequences of a kind, whose turn it is to draft where that is hopeless; more and more of them sleep."""
+
+    def __init__(self) -> None:
+        self._long, self._slept = NAP, 0
+
+    def sleeps(self, hopeless: bool) -> bool:
+        """Whether the next one sleeps."""
+        if not hopeless:
+            self._long, self._slept = NAP, 0
+        elif self._slept < self._long:
+            self._slept += 1
+            return True
+        else:
+            self._long, self._slept = min(NAPS, 2 * self._long), 0
+        return False
+
+
 class History:
     """Of one sequence, from its first draft to its end. Made by ``Depth.history``."""
 
-    def __init__(self, engine: Accepted) -> None:
-        self.accepted, self.engine = Accepted(FADE), engine
+    def __init__(self, engine: Accepted, naps: Naps | None = None) -> None:
+        self.accepted, self.engine, self.naps = Accepted(FADE), engine, naps or Naps()
         # where earlier ones had nothing accepted, the first try waits, for the head has to read the prompt for it, and
         # the second one waits longer
         self.hopeless = engine.seen(0) > TRIED and engine.rate(0, GUESS) < HOPELESS
@@ -255,6 +275,7 @@ class Depth:
         self.allowance = ALLOWANCE
         self._costs: dict[int, Costs] = {}
         self._engine: dict[Hashable, Accepted] = {}
+        self._naps: dict[Hashable, Naps] = {}
         self._courses: dict[int, Course] = {}
         #: while it rehearses: depths that are still to be made, by rows
         self._rehearsal: dict[int, list[int]] | None = None
@@ -267,7 +288,7 @@ class Depth:
         that kind say what is to be expected."""
         if self._rehearsal is not None:  # what its drafts are worth says nothing
             return History(Accepted(FADE_ENGINE))
-        return History(self._engine.setdefault(kind, Accepted(FADE_ENGINE)))
+        return History(self._engine.setdefault(kind, Accepted(FADE_ENGINE)), self._naps.setdefault(kind, Naps()))
 
     def rehearse(self, on: bool) -> None:
         """From now on, or no longer, cycles are made to be timed: every depth a few times, whatever comes of it."""
@@ -284,6 +305,13 @@ class Depth:
     def hopeless(self, rows: Sequence[History]) -> bool:
         """Whether drafts of these new rows are hardly worth preparing for."""
         return self.fixed is None and all(row.hopeless for row in rows)
+
+    def sleeps(self, row: History) -> bool:
+        """Whether this new sequence, where drafts are hopeless, does without them from beginning to end, and so without
+        all that is done to find out whether they pay. To be asked once."""
+        if self.fixed is not None or self._rehearsal is not None:
+            return False
+        return row.naps.sleeps(row.hopeless)
 
     def next(self, rows: Sequence[History], most: int | None = None) -> int:
         """Drafts for the next cycle of a group of these rows; 0: a plain step. ``most``: what is left of their answers

@@ -112,6 +112,8 @@ class Row:
     flushed: int
     #: how its drafts fared
     history: History | None = None
+    #: nothing is drafted for it while it is among its like
+    asleep: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,10 @@ class Group:
     def positions(self) -> dict[int, int]:
         """Where its rows stand, by slot."""
         return {slot: self.executor.position(slot) for slot in self.rows}
+
+    def wake(self, speculation: Speculation) -> None:
+        """From now on it drafts too."""
+        self._speculation = speculation
 
     @property
     def speculates(self) -> bool:

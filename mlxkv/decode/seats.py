@@ -122,6 +122,7 @@ class Seats:
         """A sequence whose prompt was read joins a group, or begins one. On return the sequence decodes."""
         self.touched = []
         row = Row(sequence, state.position)
+        row.asleep = self.speculation is not None and self.speculation.sleeps(row)
         decision = self._grouping.place(grouping.Row(sequence, state.position), self._shown())
         if decision is not None and self._together():
             group: Group = decision.group  # type: ignore[assignment]
@@ -154,7 +155,7 @@ class Seats:
 
     def _seat_alone(self, row: Row, state: SequenceState, allotment: Allotment) -> None:
         run = Solo(self._rt.model, state, allotment.need, self._rt.drafting, self._rt.context_length)
-        group = Group(run, self._rt.async_kv_limit, self._ended, self.speculation)
+        group = Group(run, self._rt.async_kv_limit, self._ended, None if row.asleep else self.speculation)
         self.touched.append(group)
         self._alone[row.sequence] = allotment
         group.add(0, row)
@@ -380,6 +381,8 @@ class Seats:
             run.batch.join(slot, state)
             mx.eval(run.live())
         group.add(slot, row)
+        if self.speculation is not None and not row.asleep:
+            group.wake(self.speculation)
         self._admit(group)
 
     def _batch_of(self, group: Group, slots: int, need: int) -> Batched:

@@ -82,6 +82,11 @@ class Speculation:
         """Drafts for the next cycle, at most ``most``; 0: a plain step."""
         return self.depth.next(self._histories(rows), most)
 
+    def sleeps(self, row: Drafted) -> bool:
+        """Whether nothing is drafted for this new sequence: with those before it drafts were hopeless. To be asked
+        once. A text that repeats itself is no news of a head, but all that there is to know of a look-up."""
+        return self.depth.sleeps(self._histories({0: row})[0]) if self.drafter.steady else False
+
     def begin(self, rows: Mapping[int, Drafted], run: Drafts) -> bool:
         """The first tokens of these rows were submitted. Whether something is to be evaluated behind them."""
         if self.depth.hopeless(self._histories(rows)):

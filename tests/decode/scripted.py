@@ -34,6 +34,7 @@ class Scripted:
     """``texts``: whole sequences of tokens, prompt and answer. ``vocab``: tokens of the model."""
 
     name: ClassVar[DrafterName] = "mtp"
+    steady: ClassVar[bool] = True
 
     def __init__(self, right: Right, vocab: int) -> None:
         self.right, self.vocab = right, vocab

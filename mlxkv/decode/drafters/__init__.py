@@ -101,6 +101,8 @@ class Drafter(Protocol):
     tokens, so that a resumed sequence gets the drafts that it would have got."""
 
     name: ClassVar[DrafterName]
+    #: how good its drafts are depends on the model more than on the text
+    steady: ClassVar[bool]
 
     def begin(self, heads: Heads | None, slots: Sequence[int]) -> None:
         """The first tokens of the rows in these slots are in flight, and drafts may be asked for next: what can be read

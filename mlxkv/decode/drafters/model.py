@@ -36,6 +36,7 @@ class DraftModel:
     kind."""
 
     name: ClassVar[DrafterName] = "draft_model"
+    steady: ClassVar[bool] = True
 
     def __init__(
         self, model: nn.Module, vocabulary: int, *, context_length: int | None = None, memory: Memory | None = None

@@ -22,6 +22,7 @@ class MTP:
     """
 
     name: ClassVar[DrafterName] = "mtp"
+    steady: ClassVar[bool] = True
 
     def __init__(self, logits: Callable[[mx.array, int], mx.array]) -> None:
         self._logits = logits

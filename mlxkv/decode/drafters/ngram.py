@@ -81,6 +81,7 @@ class NGram:
     """Rows that have nothing to propose are verified beside those that have."""
 
     name: ClassVar[DrafterName] = "ngram"
+    steady: ClassVar[bool] = False
 
     def __init__(self, min_n: int = MIN_N, max_n: int = MAX_N) -> None:
         self._runs = min_n, max_n
