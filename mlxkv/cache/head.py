@@ -56,6 +56,8 @@ class HeadCache(OwnCache):
         self.tokens: list[mx.array] = []
         self.hidden: list[mx.array] = []
         self.start = 0
+        #: nobody drafts with it, and nobody stores it: it only counts
+        self.deaf = False
         #: how often something was shown, and when what waits was last put together
         self._shows = self._put = 0
 
@@ -66,6 +68,9 @@ class HeadCache(OwnCache):
 
     def show(self, tokens: mx.array, hidden: mx.array) -> None:
         """``observe`` where rows of these tokens may have been made already."""
+        if self.deaf:
+            self.seen += tokens.shape[1]
+            return
         waiting = self.seen - self.kv.offset
         # only what was there before: of these tokens some may be taken back
         if waiting > 1 and waiting + tokens.shape[1] > HEAD_BEHIND:
@@ -79,7 +84,9 @@ class HeadCache(OwnCache):
 
     def commit(self, kept: int, width: int) -> None:
         """Of the last ``width`` tokens shown, the first ``kept`` stay."""
-        if gone := width - kept:
+        if self.deaf:
+            self.seen -= width - kept
+        elif gone := width - kept:
             self._one()
             self.have(self.tokens[0][:, :-gone], self.hidden[0][:, :-gone])
             self.seen -= gone
@@ -87,6 +94,8 @@ class HeadCache(OwnCache):
     def catch_up(self) -> None:
         """Make the rows up to seen − 1; one hidden state is left waiting for its token. What comes of them is not
         computed: of a head of one layer nothing but projections to keys and values."""
+        if self.deaf:
+            return
         self.drop()
         self._join()
         made, end = self.kv.offset, self.seen - 1
@@ -105,7 +114,7 @@ class HeadCache(OwnCache):
 
     def can_draft(self, slots: Sequence[int]) -> bool:
         """Whether there is a hidden state to begin with."""
-        return self.seen > 0
+        return self.seen > 0 and not self.deaf
 
     def first(self, roots: Mapping[int, int]) -> mx.array:
         """Make all rows that wait, the last of them from ``roots[0]``, the one token that the body has not processed:
@@ -149,6 +158,10 @@ class HeadCache(OwnCache):
                 return hidden[:, position - first : position - first + 1]
             first += hidden.shape[1]
         return None
+
+    def deafen(self) -> None:
+        """From now on it is shown nothing, and cannot draft: rows that are missing are not made later."""
+        self.deaf, self.tokens, self.hidden = True, [], []
 
     def skip(self, position: int) -> None:
         """All rows before ``position`` are made. What the body gave there is shown next; of what was before nobody

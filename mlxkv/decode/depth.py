@@ -49,7 +49,9 @@ REHEARSED = 2
 FADE, FADE_ENGINE = 0.96, 0.99
 #: of the first drafts of earlier sequences, more than so many, so few were accepted that the next one's hardly will be
 TRIED, HOPELESS = 2.5, 0.2
-#: new sequences that sleep, where drafts are hopeless, until one tries again, at first and at most
+#: (first drafts seen, more than; at best so many times the tokens a second would come of drafting): new sequences sleep
+FAR = ((1.9, 0.8), (0.9, 0.5))
+#: so many of them until one tries again, at first and at most
 NAP, NAPS = 2, 32
 #: before anything was seen: how often a draft is taken to be accepted, and how many drafts that counts for
 GUESS, WEIGHT = 0.6, 1.0
@@ -124,14 +126,14 @@ class Course:
 
 
 class Naps:
-    """Of the sequences of a kind, whose turn it is to draft where that is hopeless; more and more of them sleep."""
+    """Of the sequences of a kind, whose turn it is to draft where that does not pay; more and more of them sleep."""
 
     def __init__(self) -> None:
         self._long, self._slept = NAP, 0
 
-    def sleeps(self, hopeless: bool) -> bool:
-        """Whether the next one sleeps."""
-        if not hopeless:
+    def sleeps(self, far: bool) -> bool:
+        """Whether the next one sleeps, where drafting is ``far`` from paying."""
+        if not far:
             self._long, self._slept = NAP, 0
         elif self._slept < self._long:
             self._slept += 1
@@ -307,11 +309,15 @@ class Depth:
         return self.fixed is None and all(row.hopeless for row in rows)
 
     def sleeps(self, row: History) -> bool:
-        """Whether this new sequence, where drafts are hopeless, does without them from beginning to end, and so without
-        all that is done to find out whether they pay. To be asked once."""
+        """Whether this new sequence does without drafts from beginning to end, and so without all that is done to find
+        out whether they pay: with those before it they were far from that. To be asked once."""
         if self.fixed is not None or self._rehearsal is not None:
             return False
-        return row.naps.sleeps(row.hopeless)
+        costs = self._costs_of(1)
+        if costs.known(0) < NEEDED:
+            return row.naps.sleeps(False)
+        gain = max(self._gains([row], costs, self.most).values(), default=0.0)
+        return row.naps.sleeps(any(row.engine.seen(0) > seen and gain < least for seen, least in FAR))
 
     def next(self, rows: Sequence[History], most: int | None = None) -> int:
         """Drafts for the next cycle of a group of these rows; 0: a plain step. ``most``: what is left of their answers

@@ -7,6 +7,8 @@ from the tokens alone, so that no run has to be remembered. ``ask`` drives the s
 from __future__ import annotations
 
 import hashlib
+import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -312,3 +314,10 @@ def verify(folder: Path, store: PrefixStore) -> None:
             assert path == store.folder.file(reader.meta.key, reader.meta.kind)
     assert store.index.names() == names
     assert not list((folder / "tmp").iterdir())
+
+
+def unevaluated(arrays: list[mx.array]) -> list[str]:
+    """Operations that are still to be done for these."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return re.findall(r'label ="(\w+)"', graph.getvalue())

@@ -15,6 +15,7 @@ from mlxkv.cache.head import HEAD_BEHIND, HeadCache
 from mlxkv.models import load
 from mlxkv.models.mtp import WithHead
 from tests import headed, tiny
+from tests.cache.synthetic import unevaluated
 
 LENGTH = 64
 
@@ -126,6 +127,22 @@ def test_whatever_was_drafted_the_records_and_the_next_draft_are_those_of_a_plai
             for other in (cache, resumed(story, plain)):
                 assert mx.array_equal(mx.concatenate(story.draft(other, 3)), expected).item()
     assert same(record(cache), record(story.head(cache.seen)))
+
+
+def test_what_is_not_evaluated_yet_is_told_at_the_next_step(story):
+    """An array that nobody evaluates would keep all that it comes of alive, caches too."""
+    rng = random.Random(1)
+    cache = story.head(1)
+    for _ in range(12):
+        for _ in range(40):
+            token, hidden = mx.array([[7]]), story.hidden[:, 3:4] * 1.0
+            mx.eval(token)
+            cache.observe(token, hidden)
+            live = [a for member in cache.members(()) for a in member.live()]
+            mx.eval(live)
+            assert len(live) < 10 and not unevaluated([*cache.tokens, *cache.hidden])
+        if rng.random() < 0.5:
+            cache.catch_up()
 
 
 def test_drafts_do_not_depend_on_what_was_drafted_before(story):

@@ -173,6 +173,28 @@ def test_rows_of_one_batch_are_summed():
         assert depth.next(histories) == (4 if pays else 1)  # 1: a try
 
 
+def test_where_drafting_is_far_from_paying_most_sequences_sleep_until_it_pays():
+    for cost in (demo, lambda rows, k, at: 3.0 + k if k else 1.0):
+        depth, asleep = Depth(8), []
+        for turn in range(150):
+            history = depth.history()
+            asleep.append(depth.sleeps(history))
+            if not asleep[-1]:
+                rate = 0.0 if turn < 80 else 0.95
+                Paper(cost, always(rate), seed=turn).run(depth, tokens=300, histories=[history])
+        assert not asleep[0] and sum(asleep[10:80]) > 60
+        if cost is demo:  # one tries again in time, and finds out
+            assert sum(asleep[80:]) < 35 and not any(asleep[-20:])
+
+
+def test_nobody_sleeps_where_drafting_pays_or_the_user_wants_it():
+    for depth, rate in ((Depth(8), 0.8), (Depth(8, 3), 0.0)):
+        for turn in range(20):
+            history = depth.history()
+            assert not depth.sleeps(history)
+            Paper(demo, always(rate), seed=turn).run(depth, histories=[history])
+
+
 def test_a_drafter_with_nothing_to_say_is_not_asked_each_time():
     depth = Depth(8)
     history, asked = [depth.history()], 0

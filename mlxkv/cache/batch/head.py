@@ -57,6 +57,8 @@ class BatchHead(Form):
         self.rows = HeadRowsOfAll(spec, slots, capacity)
         self.heads: list[HeadCache | None] = [None] * slots
         self._ones = (1,) * slots
+        #: whether any head is not deaf: if none is, a step leaves nothing
+        self._heard = False
         self._parts: dict[int, SlotRows] = {}
         #: of the last steps, the first of them number ``_first``
         self._steps: tuple[Step, ...] = ()
@@ -87,6 +89,9 @@ class BatchHead(Form):
 
     def shown(self, tokens: mx.array, hidden: mx.array) -> None:
         """``tokens`` [slots] and ``hidden`` [slots, 1, H] of a step that was built."""
+        if not self._heard:
+            self._first += 1
+            return
         self._tidy()
         self._steps = (*self._steps, Step(tokens, hidden, self._ones))
         self._waits += 1
@@ -112,14 +117,15 @@ class BatchHead(Form):
     def feed(self, slot: int) -> None:
         """Show the slot's head all steps it has not seen."""
         head = self.heads[slot]
-        steps = self._steps[self._next[slot] - self._first :] if head is not None else ()
+        listens = head is not None and not head.deaf
+        steps = self._steps[self._next[slot] - self._first :] if listens else ()
         if head is not None and steps:
             if all(step.kept is self._ones for step in steps):
                 tokens, hidden = self._together(steps)
                 head.show(tokens[slot : slot + 1], hidden[slot : slot + 1])
             else:
                 pairs = [step.of(slot) for step in steps]
-                tokens, hidden = (mx.concatenate(part, axis=1) for part in zip(*pairs, strict=True))
+                tokens, hidden = (mx.concatenate(list(part), axis=1) for part in zip(*pairs, strict=True))
                 head.show(tokens, hidden)
             self.stir()
         self._next[slot] = self._end
@@ -129,7 +135,7 @@ class BatchHead(Form):
         parts of one pair."""
         start, end = self._end - len(steps), self._end
         if self._joined is None or self._joined[:2] != (start, end):
-            tokens = mx.stack([step.tokens for step in steps], axis=1)
+            tokens = mx.concatenate([step.tokens for step in steps]).reshape(len(steps), -1).T
             self._joined = start, end, tokens, mx.concatenate([step.hidden for step in steps], axis=1)
         return self._joined[2:]
 
@@ -143,9 +149,8 @@ class BatchHead(Form):
         return self._first + len(self._steps)
 
     def _drop(self) -> None:
-        seen = min((n for n, head in zip(self._next, self.heads, strict=True) if head is not None), default=None)
-        if seen is None:
-            seen = self._first + len(self._steps)
+        heads = zip(self._next, self.heads, strict=True)
+        seen = min((n for n, head in heads if head is not None and not head.deaf), default=self._end)
         self._keep(self._steps[seen - self._first :])
         self._first = seen
 
@@ -189,13 +194,18 @@ class BatchHead(Form):
         self.rows.join(slot, head.kv)
         head.kv = self._parts[slot] = SlotRows(self.rows, slot)
         self.heads[slot] = head
+        self._listen()
         self._next[slot] = self._since[slot] = self._stirred = self._end
 
     def leave(self, slot: int) -> None:
         self.heads[slot] = None
         del self._parts[slot]
         self.rows.leave(slot)
+        self._listen()
         self._drop()
+
+    def _listen(self) -> None:
+        self._heard = any(head is not None and not head.deaf for head in self.heads)
 
     def resize(self, slots: int, capacity: int, keep: dict[int, int], positions: dict[int, int]) -> None:
         for slot in range(len(self.heads)):
@@ -222,6 +232,8 @@ class BatchHead(Form):
         _copied(head, cache)
         cache.kv = KVCache()
         self.rows.take(slot, cache.kv)
+        if cache.deaf:  # nobody told it
+            cache.seen = self.place.positions[slot]
 
     # drafting, at the edge of a step
 
@@ -235,7 +247,9 @@ class BatchHead(Form):
 
     def can_draft(self, slots: Sequence[int]) -> bool:
         """Whether the body has shown each of these rows a hidden state."""
-        return all(self.place.positions[slot] > 0 and self.heads[slot] is not None for slot in slots)
+        heads = [self.heads[slot] for slot in slots]
+        listen = all(head is not None and not head.deaf for head in heads)
+        return listen and all(self.place.positions[slot] > 0 for slot in slots)
 
     def first(self, roots: Mapping[int, int]) -> mx.array:
         """The heads of these rows over all that waits, the root last: m [slots, 1, H], of which those of other rows
@@ -331,7 +345,7 @@ class BatchHead(Form):
 def _copied(head: HeadCache, into: HeadCache) -> None:
     """``into`` with what ``head`` holds, rows in place of which it has its own; either can go on without the other."""
     into.seen, into.start, into.tokens, into.hidden = head.seen, head.start, head.tokens, head.hidden
-    into.kv = head.kv
+    into.kv, into.deaf = head.kv, head.deaf
 
 
 class _Fed:

@@ -3,9 +3,7 @@ alone."""
 
 from __future__ import annotations
 
-import io
 import random
-import re
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +20,7 @@ from mlxkv.models import load
 from mlxkv.models.mtp import WithHead
 from tests import headed, tiny
 from tests.cache.batch.schedules import apart, tolerance
+from tests.cache.synthetic import unevaluated
 
 LENGTH, TEXTS = 70, 4
 
@@ -54,13 +53,6 @@ class Story:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     return Story(tmp_path_factory.mktemp("headed") / "model")
-
-
-def unevaluated(arrays: list[mx.array]) -> list[str]:
-    """Operations that are still to be done for these."""
-    graph = io.StringIO()
-    mx.export_to_dot(graph, *arrays)
-    return re.findall(r'label ="(\w+)"', graph.getvalue())
 
 
 class Company:
@@ -255,6 +247,27 @@ def test_steps_that_nobody_asks_the_heads_about_do_not_pile_up(story, width):
     for _ in range(MOST + 1):
         company.step({1: 1}, width)
     company.check_rows(1)
+
+
+def test_a_deaf_head_only_counts(story):
+    """It comes and goes with its row, and the others in the batch are shown what they are shown without it."""
+    company = Company(story, 2, True)
+    company.join(1, 1, 5)
+    deaf = story.alone(0, 10)
+    deaf.deafen()
+    company.form.join(0, deaf, 10)
+    company.at[0], company.texts[0] = 10, 0
+    for i in range(MOST + 3):
+        company.at[0], company.at[1] = 10 + i % 20, 5 + i % 20
+        assert not company.form.can_draft([0, 1])
+        company.step({0: 1, 1: 1}, 1)
+    taken = HeadCache(story.model.runner())
+    company.form.take(0, taken)
+    assert taken.deaf and taken.seen == company.at[0] and not taken.hidden and not taken.can_draft([0])
+    company.leave(1)
+    for _ in range(3):
+        company.step({0: 1}, 1)
+        assert not company.form._steps and not company.form.live()[2:]
 
 
 def test_the_head_of_a_free_slot_disturbs_nobody(story):
