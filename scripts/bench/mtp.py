@@ -47,8 +47,8 @@ from demo_model.heldout import cases  # noqa: E402
 #: tokens of an answer at most
 MOST = 200
 DEPTHS = (2, 4, 8)
-#: engines a side of a pair
-ENGINES = 3
+#: engines a side of a pair, and late requests
+ENGINES, COMERS = 3, 5
 
 
 def prompts(tokenizer: Any, step: int) -> list[list[int]]:
@@ -141,9 +141,10 @@ def tokens(temperature: float, bar: float, pairs: int, step: int) -> Result:
 
 
 def useless(compile: str, pairs: int, step: int) -> Result:
-    """Answers of 200 tokens, by a fresh engine's standards: what was learned in one pair is not known in the next. Two
-    engines of the same kind differ here by several per cent, whatever they were asked, by where their buffers came to
-    lie: so a side of a pair is several engines, opened in an order that changes."""
+    """Answers of 200 tokens, by a fresh engine's standards: what was learned in one pair is not known in the next.
+    Where steps are compiled the prompts are asked once before, for shapes are traced when they are met. Two engines of
+    the same kind differ here by several per cent, whatever they were asked, by where their buffers came to lie: so a
+    side of a pair is several engines, opened in an order that changes."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "random-head"
         shutil.copytree(EMBEDDED, made)
@@ -169,7 +170,10 @@ def useless(compile: str, pairs: int, step: int) -> Result:
                 ]
                 for engine in engines:
                     engine.warm_up()  # as the server does before it takes requests
-                tps = all_tps([side(engine) for engine in engines], asked, number)
+                sides = [side(engine) for engine in engines]
+                if compile == "on":
+                    all_tps(sides, asked, number)
+                tps = all_tps(sides, asked, number)
                 seen.extend(engine.status() for engine, draft in zip(engines, order, strict=True) if draft == "auto")
             # the harmonic mean: all tokens of a side over all its seconds
             plain, drafting = (
@@ -187,7 +191,7 @@ def useless(compile: str, pairs: int, step: int) -> Result:
 
 
 def late(pairs: int, n: int) -> Result:
-    """As served: with a store. Each newcomer's prompt is a new one."""
+    """As served: with a store. Each newcomer's prompt is a new one; a side of a pair is the median of a few of them."""
     _, tokenizer = float32(EMBEDDED)
     stream = prompts(tokenizer, 1)[-1]
     bias = dict.fromkeys(tokenizer.eos_token_ids, -100.0)
@@ -219,7 +223,12 @@ def late(pairs: int, n: int) -> Result:
             mlxkv.load(EMBEDDED, draft="off", **options[0]) as plain,
             mlxkv.load(EMBEDDED, **options[1]) as drafting,
         ):
-            measured = in_turn(pairs, lambda: side("plain", plain), lambda: side("drafting", drafting))
+            sides = {"plain": plain, "drafting": drafting}
+
+            def some(name: str) -> float:
+                return statistics.median(side(name, sides[name]) for _ in range(COMERS))
+
+            measured = in_turn(pairs, lambda: some("plain"), lambda: some("drafting"))
     note = f"medians: without {1000 * statistics.median(a for a, _ in measured):.1f} ms, with "
     note += f"{1000 * statistics.median(b for _, b in measured):.1f} ms"
     name = f"first token of a late request of {n} tokens, drafts / none"
