@@ -189,6 +189,11 @@ class HeadCache(OwnCache):
         return [HeadRows(self, (*path, 0)), HeadHidden(self, (*path, 1))]
 
 
+def head_in(caches: Sequence[Any]) -> HeadCache | None:
+    """The head's cache among those of a sequence; None where the model has no head."""
+    return next((cache for cache in caches if isinstance(cache, HeadCache)), None)
+
+
 class _HeadMember(Member):
     cache: HeadCache
 

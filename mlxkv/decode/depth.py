@@ -146,8 +146,8 @@ class Naps:
 class History:
     """Of one sequence, from its first draft to its end. Made by ``Depth.history``."""
 
-    def __init__(self, engine: Accepted, naps: Naps | None = None) -> None:
-        self.accepted, self.engine, self.naps = Accepted(FADE), engine, naps or Naps()
+    def __init__(self, engine: Accepted, naps: Naps) -> None:
+        self.accepted, self.engine, self.naps = Accepted(FADE), engine, naps
         # where earlier ones had nothing accepted, the first try waits, for the head has to read the prompt for it, and
         # the second one waits longer
         self.hopeless = engine.seen(0) > TRIED and engine.rate(0, GUESS) < HOPELESS
@@ -276,8 +276,8 @@ class Depth:
         self.rungs = tuple(sorted({k for k in (*RUNGS, most) if 0 < k <= most}))
         self.allowance = ALLOWANCE
         self._costs: dict[int, Costs] = {}
-        self._engine: dict[Hashable, Accepted] = {}
-        self._naps: dict[Hashable, Naps] = {}
+        #: by kind, what all its sequences share
+        self._engine: dict[Hashable, tuple[Accepted, Naps]] = {}
         self._courses: dict[int, Course] = {}
         #: while it rehearses: depths that are still to be made, by rows
         self._rehearsal: dict[int, list[int]] | None = None
@@ -289,8 +289,8 @@ class Depth:
         """For a new sequence. ``kind``: what its acceptance depends on, greedy or not for one: earlier sequences of
         that kind say what is to be expected."""
         if self._rehearsal is not None:  # what its drafts are worth says nothing
-            return History(Accepted(FADE_ENGINE))
-        return History(self._engine.setdefault(kind, Accepted(FADE_ENGINE)), self._naps.setdefault(kind, Naps()))
+            return History(Accepted(FADE_ENGINE), Naps())
+        return History(*self._engine.setdefault(kind, (Accepted(FADE_ENGINE), Naps())))
 
     def rehearse(self, on: bool) -> None:
         """From now on, or no longer, cycles are made to be timed: every depth a few times, whatever comes of it."""
@@ -313,10 +313,9 @@ class Depth:
         out whether they pay: with those before it they were far from that. To be asked once."""
         if self.fixed is not None or self._rehearsal is not None:
             return False
-        costs = self._costs_of(1)
-        if costs.known(0) < NEEDED:
-            return row.naps.sleeps(False)
-        gain = max(self._gains([row], costs, self.most).values(), default=0.0)
+        costs, gain = self._costs_of(1), math.inf
+        if costs.known(0) >= NEEDED:
+            gain = max(self._gains([row], costs, self.most).values(), default=0.0)
         return row.naps.sleeps(any(row.engine.seen(0) > seen and gain < least for seen, least in FAR))
 
     def next(self, rows: Sequence[History], most: int | None = None) -> int:

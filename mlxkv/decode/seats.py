@@ -12,7 +12,7 @@ import mlx.core as mx
 from .. import numerics
 from ..cache.batch import Batch, BatchError, obstacle, obstacle_of_drafts
 from ..cache.batch.head_traced import TracedHeads
-from ..cache.head import HeadCache
+from ..cache.head import head_in
 from ..cache.state import SequenceState
 from . import grouping
 from .batched import Batched
@@ -124,10 +124,8 @@ class Seats:
         self.touched = []
         row = Row(sequence, state.position)
         row.asleep = self.speculation is not None and self.speculation.sleeps(row)
-        if row.asleep and self._rt.store is None:
-            for cache in state.caches:
-                if isinstance(cache, HeadCache):
-                    cache.deafen()
+        if row.asleep and self._rt.store is None and (head := head_in(state.caches)) is not None:
+            head.deafen()
         decision = self._grouping.place(grouping.Row(sequence, state.position), self._shown())
         if decision is not None and self._together():
             group: Group = decision.group  # type: ignore[assignment]

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import numerics
-from ..cache.head import HeadCache
+from ..cache.head import HeadCache, head_in
 from ..cache.recorder import Recorder
 from ..cache.state import SequenceState
 from ..errors import EngineError
@@ -129,7 +129,7 @@ class Solo:
 
     @property
     def heads(self) -> HeadCache | None:
-        return next((c for c in self.state.caches if isinstance(c, HeadCache)), None)
+        return head_in(self.state.caches)
 
     def widest(self) -> int:
         width = 1 + (self._drafting.most if self._drafting is not None else 0)

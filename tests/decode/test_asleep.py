@@ -10,21 +10,9 @@ import pytest
 
 from mlxkv.decode import depth
 from mlxkv.decode.seats import Seats
-from tests import architectures, headed
+from tests import architectures
 from tests.decode.kept import compare, kept
-from tests.decode.many import Alone, ask, drive, load, schedule, wrong_with
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return headed.make(tmp_path_factory.mktemp("asleep") / "model")
-
-
-@pytest.fixture(scope="module")
-def alone(model):
-    made = Alone(model, draft="off")
-    yield made
-    made.close()
+from tests.decode.many import ask, drive, load, schedule, wrong_with
 
 
 @pytest.fixture

@@ -16,23 +16,11 @@ from mlxkv.decode.reading import Reading
 from mlxkv.decode.seats import Seats
 from mlxkv.decode.speculation import Speculation
 from mlxkv.errors import EngineError
-from tests import architectures, headed, tiny
+from tests import architectures, tiny
 from tests.decode.kept import compare, kept
 from tests.decode.late import POINTS, STREAM, Company, Due, Scene, engine, left_behind, scripted, waited, watched
-from tests.decode.many import Alone, ask, load
+from tests.decode.many import ask, load
 from tests.decode.scripted import Scripted, pattern
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return headed.make(tmp_path_factory.mktemp("late") / "model")
-
-
-@pytest.fixture(scope="module")
-def alone(model):
-    made = Alone(model, draft="off")
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

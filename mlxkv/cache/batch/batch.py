@@ -65,9 +65,8 @@ class Batch:
         self.heads = [form for form in self._leaves if isinstance(form, BatchHead)]
         #: those that a journal speaks of
         self.recurrent = [form for form in self._leaves if isinstance(form, BatchRecurrent)]
-        self._counts = [len(form.arrays()) for form in self._leaves]
         #: those that have arrays, and how many
-        self._holders = [(form, n) for form, n in zip(self._leaves, self._counts, strict=True) if n]
+        self._holders = [(form, n) for form in self._leaves if (n := len(form.arrays()))]
 
     def _forms(self, caches: list[Any], live: Layout) -> list[Any]:
         specs = {spec.path: spec for spec in live.members}
@@ -357,10 +356,7 @@ class Batch:
 
     def bind_replayed(self, arrays: list[mx.array]) -> None:
         """Take over arrays in the order of ``replayed()``."""
-        rest = iter(arrays)
-        for form, n in zip(self._leaves, self._counts, strict=True):
-            if form.replays:
-                form.bind([next(rest) for _ in range(n)])
+        _deal([(form, n) for form, n in self._holders if form.replays], arrays)
 
     # all of it
 
@@ -370,10 +366,7 @@ class Batch:
 
     def bind(self, arrays: list[mx.array]) -> None:
         """Take over arrays in the order of ``arrays()``."""
-        at = 0
-        for form, n in self._holders:
-            form.bind(arrays[at : at + n])
-            at += n
+        _deal(self._holders, arrays)
 
     def states(self) -> list[mx.array]:
         """The recurrent arrays [slots, …], in the layout's order: what a step may track."""
@@ -437,6 +430,13 @@ class RowState:
     def live(self) -> list[mx.array]:
         """All arrays that must be evaluated before the row is read: those of the whole batch."""
         return self._batch.live()
+
+
+def _deal(holders: list[tuple[Form, int]], arrays: list[mx.array]) -> None:
+    """Each takes over as many of ``arrays`` as it has, in order; there are enough for all."""
+    rest = iter(arrays)
+    for form, n in holders:
+        form.bind([next(rest) for _ in range(n)])
 
 
 def _leaves(caches: list[Any]) -> Iterator[Any]:

@@ -89,12 +89,8 @@ class BatchHead(Form):
 
     def shown(self, tokens: mx.array, hidden: mx.array) -> None:
         """``tokens`` [slots] and ``hidden`` [slots, 1, H] of a step that was built."""
-        if not self._heard:
-            self._first += 1
-            return
         self._tidy()
-        self._steps = (*self._steps, Step(tokens, hidden, self._ones))
-        self._waits += 1
+        self._leave_behind(Step(tokens, hidden, self._ones))
 
     def verified(self, tokens: mx.array, hidden: mx.array) -> None:
         """``tokens`` [slots, D] and ``hidden`` [slots, D, H] of a verify step that was built."""
@@ -103,9 +99,15 @@ class BatchHead(Form):
 
     def committed(self, kept: list[int]) -> None:
         if self._open is not None:
-            self._steps = (*self._steps, Step(*self._open, tuple(kept)))
-            self._waits += self._open[0].shape[1]
+            self._leave_behind(Step(*self._open, tuple(kept)))
             self._open = None
+
+    def _leave_behind(self, step: Step) -> None:
+        if not self._heard:
+            self._first += 1
+            return
+        self._steps = (*self._steps, step)
+        self._waits += step.width
 
     def _tidy(self) -> None:
         """Bound what waits. After ``hold`` there is nothing to do until the next step was built: what it says stays."""
@@ -116,10 +118,9 @@ class BatchHead(Form):
 
     def feed(self, slot: int) -> None:
         """Show the slot's head all steps it has not seen."""
-        head = self.heads[slot]
-        listens = head is not None and not head.deaf
-        steps = self._steps[self._next[slot] - self._first :] if listens else ()
-        if head is not None and steps:
+        steps = self._steps[self._next[slot] - self._first :] if self._listens(slot) else ()
+        if steps:
+            head = self._head(slot)
             if all(step.kept is self._ones for step in steps):
                 tokens, hidden = self._together(steps)
                 head.show(tokens[slot : slot + 1], hidden[slot : slot + 1])
@@ -149,8 +150,7 @@ class BatchHead(Form):
         return self._first + len(self._steps)
 
     def _drop(self) -> None:
-        heads = zip(self._next, self.heads, strict=True)
-        seen = min((n for n, head in heads if head is not None and not head.deaf), default=self._end)
+        seen = min((n for slot, n in enumerate(self._next) if self._listens(slot)), default=self._end)
         self._keep(self._steps[seen - self._first :])
         self._first = seen
 
@@ -204,8 +204,12 @@ class BatchHead(Form):
         self._listen()
         self._drop()
 
+    def _listens(self, slot: int) -> bool:
+        head = self.heads[slot]
+        return head is not None and not head.deaf
+
     def _listen(self) -> None:
-        self._heard = any(head is not None and not head.deaf for head in self.heads)
+        self._heard = any(map(self._listens, range(len(self.heads))))
 
     def resize(self, slots: int, capacity: int, keep: dict[int, int], positions: dict[int, int]) -> None:
         for slot in range(len(self.heads)):
@@ -247,9 +251,7 @@ class BatchHead(Form):
 
     def can_draft(self, slots: Sequence[int]) -> bool:
         """Whether the body has shown each of these rows a hidden state."""
-        heads = [self.heads[slot] for slot in slots]
-        listen = all(head is not None and not head.deaf for head in heads)
-        return listen and all(self.place.positions[slot] > 0 for slot in slots)
+        return all(self.place.positions[slot] > 0 and self._listens(slot) for slot in slots)
 
     def first(self, roots: Mapping[int, int]) -> mx.array:
         """The heads of these rows over all that waits, the root last: m [slots, 1, H], of which those of other rows
