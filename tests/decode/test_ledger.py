@@ -373,7 +373,8 @@ def test_a_batch_takes_what_is_said(arch, shape):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3_5", "gemma3_text"])
 def test_a_join_peaks_where_it_is_said(arch):
-    """Measured on the device: a join, a wider batch, a narrower one. Small temporaries are not counted."""
+    """Measured on the device: a join, a wider batch, a narrower one. Never more, small temporaries aside. How much less
+    hangs on the device: the half, where what keys needed is given back before values ask for theirs."""
     model, layout, memory = model_of(arch)
     make_cache = lambda: make_prompt_cache(model)  # noqa: E731
     state = SequenceState.new(make_cache())
@@ -391,14 +392,14 @@ def test_a_join_peaks_where_it_is_said(arch):
         lambda: batch.resize(2, 2048, {0: 0, 1: 1}),
     ]
     gc.collect()  # arrays that earlier tests left in cycles would go while it is measured
-    for before, after, work in zip(shapes, shapes[1:], todo, strict=False):
+    for before, after, work, least in zip(shapes, shapes[1:], todo, (0.45, 0.85, 0.45), strict=False):
         mx.synchronize()
         start = mx.get_active_memory()
         mx.reset_peak_memory()
         work()
         mx.synchronize()
         extra = memory.join_extra(before, after)
-        assert 0.9 * extra <= mx.get_peak_memory() - start <= 1.02 * extra
+        assert least * extra <= mx.get_peak_memory() - start <= 1.02 * extra
         assert batch.nbytes == memory.batch_bytes(*after)
 
 

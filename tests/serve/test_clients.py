@@ -357,12 +357,16 @@ def test_the_llm_command(served, tmp_path, monkeypatch):
     from click.testing import CliRunner
     from llm.cli import cli
 
-    (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- model_id: local\n  model_name: {MODEL}\n  api_base: {served.v1}\n  api_key_name: mlxkv\n"
-        "  supports_tools: true\n  supports_schema: true\n"
-    )
-    (tmp_path / "keys.json").write_text(json.dumps({"mlxkv": KEY}))
-    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    homes = tmp_path / "here", tmp_path / "beside"  # two that make one log database at once fail
+    for home in homes:
+        home.mkdir()
+        (home / "extra-openai-models.yaml").write_text(
+            f"- model_id: local\n  model_name: {MODEL}\n  api_base: {served.v1}\n  api_key_name: mlxkv\n"
+            "  supports_tools: true\n  supports_schema: true\n"
+        )
+        (home / "keys.json").write_text(json.dumps({"mlxkv": KEY}))
+    monkeypatch.setenv("LLM_USER_PATH", str(homes[0]))
+    beside = os.environ | {"LLM_USER_PATH": str(homes[1])}
 
     def llm(*args: str, code: int = 0):
         found = CliRunner().invoke(cli, ["prompt", "-m", "local", "--no-log", *args])
@@ -370,7 +374,8 @@ def test_the_llm_command(served, tmp_path, monkeypatch):
         return found
 
     command = [sys.executable, "-m", "llm", "prompt", "-m", "local", "-u", QUESTION[0]["content"]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=beside, **pipes) as process:
         code = "def get_weather(city: str) -> str:\n    'Gets the weather of a city.'\n    return 'sunny in ' + city\n"
         assert "sunny in Lisbon" in llm("--functions", code, "--td", CALL_IT).stderr
         made = llm("--no-stream", "--schema", "name, city", GIVE_JSON).stdout
