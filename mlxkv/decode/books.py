@@ -132,9 +132,12 @@ class Books:
         return self._allotments[sequence].rows if sequence in self._allotments else 0
 
     def rehearse(self, on: bool) -> None:
-        """What is asked from now on, or no longer, is only there to be timed."""
-        if self.seats.speculation is not None:
-            self.seats.speculation.depth.rehearse(on)
+        """What is asked from now on, or no longer, is only there to be timed. Where depths adapt nothing is drafted for
+        it: ``rehearsal`` does that elsewhere."""
+        speculation = self.seats.speculation
+        if speculation is not None:
+            speculation.depth.rehearse(on)
+            self.seats.resting = on and speculation.depth.fixed is None
 
     def check_integrity(self) -> None:
         """Raises where books contradict each other, or somebody holds what nobody needs."""

@@ -234,7 +234,7 @@ class Costs:
         much, then in proportion as with ``like``, then as one may guess. Plain steps were measured."""
         if k in self._answers:
             return self._answers[k]
-        if not self.deepest:
+        if not any(n and self.known(n) >= NEEDED for n in self._times):
             return self._cycle(k, like)
         self._answers[k] = seconds = self._cycle(k, None)
         return seconds
@@ -243,7 +243,7 @@ class Costs:
         times, least = self._times.get(k, ()), LEAST * self.plain
         if len(times) >= NEEDED:
             return max(self._usual[k], least)
-        # first ones may have waited for a kernel that was built: they are not believed until there are others
+        # first ones may have waited for a kernel, or their trace: they are not believed until there are others
         return max(least, min([1.25 ** len(times) * self._guess(k, like), *times]))
 
     def _guess(self, k: int, like: Costs | None) -> float:
@@ -251,20 +251,29 @@ class Costs:
         known = known or sorted(n for n in self._times if n and n != k)
         plain = self.plain
         if not known:
-            if like is not None and like.known(0) and like.deepest:
-                return plain * like.cycle(k) / like.plain
-            return plain * (CYCLE + DRAFT * k)
+            return self._prior(k, like)
         below, above = [n for n in known if n < k], [n for n in known if n > k]
         if below and above:
             (a, b) = (below[-1], above[0])
         elif len(known) > 1:
             (a, b) = (below[-2], below[-1]) if below else (above[0], above[1])
         else:  # a part of what is above a plain step is the drafts'
-            at = self._usual[known[0]]
+            at = self._at(known[0], like)
             return max(plain, at + (at - plain) * DRAFT / (CYCLE - 1 + DRAFT * known[0]) * (k - known[0]))
-        at_a, at_b = self._usual[a], self._usual[b]
+        at_a, at_b = self._at(a, like), self._at(b, like)
         slope = max(0.0, (at_b - at_a) / (b - a))
         return max(at_b + slope * (k - b), plain)
+
+    def _at(self, k: int, like: Costs | None) -> float:
+        """Of one that was measured, what others are guessed from: of first ones no more than is believed."""
+        times = self.known(k)
+        return self._usual[k] if times >= NEEDED else min(self._usual[k], 1.25**times * self._prior(k, like))
+
+    def _prior(self, k: int, like: Costs | None) -> float:
+        """Where nothing was measured."""
+        if like is not None and like.known(0) and like.deepest:
+            return self.plain * like.cycle(k) / like.plain
+        return self.plain * (CYCLE + DRAFT * k)
 
 
 class Depth:
@@ -296,6 +305,10 @@ class Depth:
         """From now on, or no longer, cycles are made to be timed: every depth a few times, whatever comes of it."""
         self._rehearsal = {} if on else None
         self._courses.clear()
+
+    def learn(self, other: Depth) -> None:
+        """Take over what steps and cycles cost there."""
+        self._costs |= other._costs
 
     def _rehearsed(self, rows: Sequence[History]) -> list[int]:
         assert self._rehearsal is not None

@@ -26,7 +26,7 @@ class Ends(Books):
 
     def __init__(self, rt: Runtime, options: Options, failed: Callable[[BaseException], EngineError]) -> None:
         super().__init__(rt, options)
-        self._failed = failed
+        self._options, self._failed = options, failed
 
     # of all
 

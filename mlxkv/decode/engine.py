@@ -274,15 +274,25 @@ class Engine:
         Raises EngineError."""
         plan = warm_up(self._options.draft_depth or self.info.drafts if self.info.drafter else 0)
         rows = plan.requests(self._options.max_rows, WARM_TOKENS, 3, 1)
+        sampling = SamplingParams(max_tokens=plan.steps * plan.width)
+        asked = [  # a chunk, and then a mixed run
+            [Request(tokens=[0] * tokens, sampling=sampling, use_cache=False) for _ in range(rows)]
+            for tokens in (WARM_TOKENS, plan.prompt)
+        ]
         self.inspect(lambda loop: loop.rehearse(True))
         try:
-            for tokens in (WARM_TOKENS, plan.prompt):  # a chunk, and then a mixed run
-                sampling = SamplingParams(max_tokens=plan.steps * plan.width)
-                asked = [Request(tokens=[0] * tokens, sampling=sampling, use_cache=False) for _ in range(rows)]
-                for ticket in [self.submit(request) for request in asked]:
+            for requests in asked:
+                for ticket in [self.submit(request) for request in requests]:
                     ticket.result()
         finally:
             self.inspect(lambda loop: loop.rehearse(False))
+
+        def cycles(loop: Any) -> None:
+            from .rehearsal import rehearse
+
+            rehearse(loop, asked, lambda: self._closing)
+
+        self.inspect(cycles)
 
     def health(self) -> Health:
         with self._wake:

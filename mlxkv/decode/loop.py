@@ -46,6 +46,12 @@ class Loop(Ends):
         self.seats.tidy()
         self._forget()
 
+    def understudy(self) -> Loop:
+        """One like it, idle, for the thread that asks. No two of them may be at work at the same time."""
+        other = Loop(self.rt, self._options, self._failed)
+        other.seats.learn(self.seats)
+        return other
+
     def rest(self) -> None:
         """There has been nothing to do for a while."""
         if self._steps > self._rested:

@@ -61,6 +61,8 @@ class Seats:
         self._widths = () if fixed is None else (fixed + 1,)
         #: drafts of a cycle of several rows at most; 0 where such a forward is not what single steps are
         self._drafts = rt.drafting.most if rt.drafting is not None else 0
+        #: nothing is drafted for whoever comes now
+        self.resting = False
         #: for so many calls no change of groups is tried: there was no room for the last one
         self._patience = 0
 
@@ -109,6 +111,10 @@ class Seats:
                     self._drafts = 0
         return self.obstacle is None
 
+    def learn(self, other: Seats) -> None:
+        """Take over what others of the same engine know of its model."""
+        self._asked, self.obstacle, self._drafts = other._asked, other.obstacle, other._drafts
+
     # coming and going
 
     def ended(self) -> list[Ended]:
@@ -123,7 +129,7 @@ class Seats:
         """A sequence whose prompt was read joins a group, or begins one. On return the sequence decodes."""
         self.touched = []
         row = Row(sequence, state.position)
-        row.asleep = self.speculation is not None and self.speculation.sleeps(row)
+        row.asleep = self.speculation is not None and (self.resting or self.speculation.sleeps(row))
         if row.asleep and self._rt.store is None and (head := head_in(state.caches)) is not None:
             head.deafen()
         decision = self._grouping.place(grouping.Row(sequence, state.position), self._shown())

@@ -6,6 +6,7 @@ MLX's CPU fallback computes frequencies, angles, sines and cosines anew for the 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 
 import mlx.core as mx
@@ -23,15 +24,16 @@ class Angles:
         half = dims // 2
         self._theta = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(base) / half)) * scale
         mx.eval(self._theta)
-        self._key: tuple[int, int] | None = None
+        self._key: tuple[int, int, int] | None = None
         self._value: tuple[mx.array, mx.array]
         self._rows: weakref.ref[mx.array] | None = None
 
     def at(self, offset: int, length: int) -> tuple[mx.array, mx.array]:
         """Of positions offset … offset + L − 1: [L, dims]."""
-        if self._key != (offset, length):
+        key = threading.get_ident(), offset, length  # what is not evaluated yet belongs to its thread
+        if self._key != key:
             self._value = self._of(mx.arange(offset, offset + length, dtype=mx.float32)[:, None])
-            self._key, self._rows = (offset, length), None
+            self._key, self._rows = key, None
         return self._value
 
     def of_rows(self, offsets: mx.array) -> tuple[mx.array, mx.array]:
