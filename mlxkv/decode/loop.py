@@ -50,6 +50,7 @@ class Loop(Ends):
         """One like it, idle, for the thread that asks. No two of them may be at work at the same time."""
         other = Loop(self.rt, self._options, self._failed)
         other.seats.learn(self.seats)
+        other.seats.trace_after(0)  # what is timed is what will be
         return other
 
     def rest(self) -> None:

@@ -25,12 +25,16 @@ from .sequence import Sequence
 from .solo import Allotment, MemoryFull, Solo, fits
 from .speculation import Speculation
 from .step import Compile, Steps
+from .threads import elsewhere
 from .tracking import LANES
 
 log = logging.getLogger("mlxkv.engine")
 
 #: snapshots that can wait for the writer at the same time: rows are at a rung rarely
 SNAPSHOTS = LANES
+#: cycles of a shape until they are compiled, where depths adapt: one that is only tried is not worth a trace, which
+#: takes four times as long as it does, and stays
+RARE = 2
 
 
 class Seats:
@@ -44,6 +48,9 @@ class Seats:
         #: a head's rows are stored: in ``exact`` their bits are those of forwards that are not compiled
         self._heads = TracedHeads() if self._compiled and numerics.mode() == "fast" else None
         self.steps = Steps(rt.model, compile=compile, journals=journals)
+        fixed = rt.drafting.fixed if rt.drafting is not None else None
+        if fixed is None:
+            self.trace_after(RARE)
         self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None and rt.store is not None else Pool([], 0)
         #: None where nothing drafts
         self.speculation = None if rt.drafting is None else Speculation(rt.drafting.drafter, rt.drafting.depth())
@@ -57,7 +64,6 @@ class Seats:
         self.obstacle: str | None = None if rt.live is not None else "its state has no known layout"
         self._asked = False
         #: widths that are traced when a row joins; depths that adapt are many, and traced at their first cycle
-        fixed = rt.drafting.fixed if rt.drafting is not None else None
         self._widths = () if fixed is None else (fixed + 1,)
         #: drafts of a cycle of several rows at most; 0 where such a forward is not what single steps are
         self._drafts = rt.drafting.most if rt.drafting is not None else 0
@@ -101,15 +107,25 @@ class Seats:
         rt = self._rt
         if not self._asked and rt.live is not None:
             self._asked = True
-            self.obstacle = obstacle(rt.model, rt.make_cache, rt.live)
+            live = rt.live
+            self.obstacle = elsewhere(lambda: obstacle(rt.model, rt.make_cache, live), "mlxkv-asked")
             if self.obstacle:
                 log.info("requests take turns: %s", self.obstacle)
             elif rt.drafting is not None:
-                why = obstacle_of_drafts(rt.model, rt.make_cache, rt.live, rt.drafting.journals, self._drafts)
+                journals, drafts = rt.drafting.journals, self._drafts
+                why = elsewhere(
+                    lambda: obstacle_of_drafts(rt.model, rt.make_cache, live, journals, drafts), "mlxkv-asked"
+                )
                 if why:
                     log.info("nothing is drafted for several requests at once: %s", why)
                     self._drafts = 0
         return self.obstacle is None
+
+    def trace_after(self, cycles: int) -> None:
+        """Cycles of a shape are compiled from that many on."""
+        self.steps.rare = cycles
+        if self._heads is not None:
+            self._heads.rare = cycles
 
     def learn(self, other: Seats) -> None:
         """Take over what others of the same engine know of its model."""

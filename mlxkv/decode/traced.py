@@ -27,6 +27,8 @@ class Traced:
         self.checked = False
         #: whether the last call was of the compiled kind
         self.chosen = False
+        #: so often it is not compiled yet
+        self.rare = 0
         self.race = Race()
         self._function: Any = None
         self._cell: list[Any] = []
@@ -41,7 +43,7 @@ class Traced:
         self._cell.append(subject)
         try:
             out = self._function(*args)
-            self.traced = True
+            self.traced, self.rare = True, 0
             return out
         finally:
             self._cell.clear()

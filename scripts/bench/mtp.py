@@ -38,6 +38,7 @@ from mlxkv.decode.request import Delta, Request, SamplingParams
 from mlxkv.decode.runtime import open_runtime
 from mlxkv.decode.solo import Solo
 
+from .apart import Apart
 from .main import ROOT, float32, random_model
 from .pairs import Bar, Result, environment, in_turn, judge, report
 
@@ -48,7 +49,7 @@ from demo_model.heldout import cases  # noqa: E402
 MOST = 200
 DEPTHS = (2, 4, 8)
 #: engines a side of a pair, and late requests
-ENGINES, COMERS = 3, 5
+ENGINES, COMERS = 5, 5
 
 
 def prompts(tokenizer: Any, step: int) -> list[list[int]]:
@@ -84,17 +85,20 @@ def mlx_lm_decoded(model: Any, tokenizer: Any, prompt: list[int], temperature: f
     return count - 1, last - first
 
 
-def all_tps(sides: Sequence[One], asked: Sequence[list[int]], seed: int) -> list[float]:
-    """Tokens/s of each side over all prompts. They take turns prompt by prompt, so that a machine that becomes slower
-    becomes so for all; who is first changes from prompt to prompt."""
-    tokens, seconds = [0] * len(sides), [0.0] * len(sides)
+def answers(sides: Sequence[One], asked: Sequence[list[int]], seed: int) -> list[list[tuple[int, float]]]:
+    """Tokens and seconds of each side's answers. They take turns prompt by prompt, so that a machine that becomes
+    slower becomes so for all; who is first changes from prompt to prompt."""
+    found: list[list[tuple[int, float]]] = [[] for _ in sides]
     for number, prompt in enumerate(asked):
         for i in range(len(sides)):
             side = (i + number + seed) % len(sides)
-            n, took = sides[side](prompt, seed)
-            tokens[side] += n
-            seconds[side] += took
-    return [n / s for n, s in zip(tokens, seconds, strict=True)]
+            found[side].append(sides[side](prompt, seed))
+    return found
+
+
+def all_tps(sides: Sequence[One], asked: Sequence[list[int]], seed: int) -> list[float]:
+    """Tokens/s of each side over all prompts."""
+    return [sum(n for n, _ in made) / sum(s for _, s in made) for made in answers(sides, asked, seed)]
 
 
 def load(draft: str, **options: Any) -> Engine:
@@ -140,11 +144,23 @@ def tokens(temperature: float, bar: float, pairs: int, step: int) -> Result:
     return judge(f"tokens/s with drafts / plain, {how}", [b / a for a, b in measured], Bar(bar), note)
 
 
+def warm(model: Path, draft: str, compile: Any) -> Engine:
+    """Without a store, warmed up as the server does it before it takes requests."""
+    engine = mlxkv.load(model, cache=False, draft=draft, compile=compile)
+    engine.warm_up()
+    return engine
+
+
+def biased(engine: Engine, prompt: list[int], bias: dict[int, float]) -> tuple[int, float]:
+    return decoded(engine, prompt, logit_bias=bias)
+
+
 def useless(compile: str, pairs: int, step: int, a_side: int) -> Result:
     """Answers of 200 tokens, by a fresh engine's standards: what was learned in one pair is not known in the next.
     Where steps are compiled the prompts are asked once before, for shapes are traced when they are met. Two engines of
     the same kind differ here by several per cent, whatever they were asked, by where their buffers came to lie: so a
-    side of a pair is several engines, opened in an order that changes."""
+    side of a pair is several engines, each in a process of its own; an answer takes a side what it takes most of them,
+    the one in which drafts are tried included, for that comes at the same prompt in all."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "random-head"
         shutil.copytree(EMBEDDED, made)
@@ -158,29 +174,28 @@ def useless(compile: str, pairs: int, step: int, a_side: int) -> Result:
         bias = dict.fromkeys(tokenizer.eos_token_ids, -100.0)
         seen = []
 
-        def side(engine: Engine) -> One:
-            return lambda prompt, _: decoded(engine, prompt, logit_bias=bias)
+        def side(engine: Apart) -> One:
+            return lambda prompt, _: engine.ask(biased, prompt, bias)
 
         def pair(number: int) -> tuple[float, float]:
             order = ["off", "auto"] * a_side
             random.Random(number).shuffle(order)
             with ExitStack() as opened:
-                engines = [
-                    opened.enter_context(mlxkv.load(made, cache=False, draft=draft, compile=compile)) for draft in order
-                ]
-                for engine in engines:
-                    engine.warm_up()  # as the server does before it takes requests
+                engines = [opened.enter_context(Apart(warm, made, draft, compile)) for draft in order]
                 sides = [side(engine) for engine in engines]
                 if compile == "on":
-                    all_tps(sides, asked, number)
-                tps = all_tps(sides, asked, number)
-                seen.extend(engine.status() for engine, draft in zip(engines, order, strict=True) if draft == "auto")
-            # the harmonic mean: all tokens of a side over all its seconds
-            plain, drafting = (
-                statistics.harmonic_mean([t for t, draft in zip(tps, order, strict=True) if draft == kind])
-                for kind in ("off", "auto")
-            )
-            return plain, drafting
+                    answers(sides, asked, number)
+                given = answers(sides, asked, number)
+                seen.extend(
+                    engine.ask(Engine.status) for engine, draft in zip(engines, order, strict=True) if draft == "auto"
+                )
+
+            def tps(kind: str) -> float:
+                engines = [answered for answered, draft in zip(given, order, strict=True) if draft == kind]
+                seconds = [statistics.median(s for _, s in prompt) for prompt in zip(*engines, strict=True)]
+                return sum(n for n, _ in engines[0]) / sum(seconds)
+
+            return tps("off"), tps("auto")
 
         measured = [pair(number) for number in range(pairs + 1)][1:]
     note = f"medians: plain {statistics.median(a for a, _ in measured):.0f} tok/s, with drafts "

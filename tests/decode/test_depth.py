@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxkv.decode.depth import DEEPEST, Depth, deepest
+from mlxkv.decode.depth import DEEPEST, KEPT, NEEDED, Costs, Depth, deepest
 from tests.decode.drafting import Paper, always, best, demo, gpu
 
 NOISE: Any = {"noise": 0.2, "hiccups": 0.03}
@@ -217,6 +217,36 @@ def test_a_rehearsal_times_every_depth_and_believes_no_draft():
     good = Paper(demo, always(0.95)).run(depth)
     assert good.depths[0][1] == 1 and good.reached(5) <= 12  # nothing is timed first, and no draft is mistrusted
     assert Paper(demo, always(0.0)).run(depth).gain >= 0.95
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_first_cycle_that_waited_is_no_measure_of_others(told):
+    """A kernel is built, or a graph traced, at the first one: what other depths cost is not guessed from that."""
+    other = Costs()
+    for k, seconds in ((0, 2.0), (1, 3.0), (2, 4.0), (4, 6.0)):
+        for _ in range(NEEDED):
+            other.add(k, seconds)
+    like = other if told else None
+    costs = Costs()
+    for _ in range(NEEDED):
+        costs.add(0, 1.0)
+    before = [costs.cycle(k, like) for k in (1, 2, 4)]
+    costs.add(3, 20.0)
+    after = [costs.cycle(k, like) for k in (1, 2, 4)]
+    assert all(b <= 1.5 * a for a, b in zip(before, after, strict=True)), (before, after)
+    assert costs.cycle(3, like) <= 1.25 * 3.0
+    for _ in range(KEPT):  # it is what it costs
+        costs.add(3, 20.0)
+    assert costs.cycle(3, like) == 20.0 and costs.cycle(4, like) > 20.0
+
+
+def test_what_cycles_cost_can_be_told():
+    there, here = Depth(8), Depth(8)
+    there.rehearse(True)
+    Paper(demo, always(0.0)).run(there, 2, tokens=60)
+    assert here.seconds(2, 4) == (0.0, 0.0)
+    here.learn(there)
+    assert here.seconds(2, 4) == there.seconds(2, 4) and here.seconds(2, 4)[1] > here.seconds(2, 4)[0] > 0
 
 
 @settings(deadline=None, max_examples=10)

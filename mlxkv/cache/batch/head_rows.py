@@ -40,8 +40,9 @@ class HeadRowsOfAll:
         behind the rows made of slot r; ``made`` is the caller's to raise. n is at most SPARE."""
         n = tokens.shape[1]
         where = mx.array([self.made], mx.int32)
-        if self.traced is not None:
-            return self.traced.run(self, head, tokens, hidden, where)
+        m = self.traced.run(self, head, tokens, hidden, where) if self.traced is not None else None
+        if m is not None:
+            return m
         longest = max(self.made) + n
         columns = min(-(-longest // GRANULE) * GRANULE, self.form.columns)
         return self.over(head, tokens, hidden, where, columns, step)

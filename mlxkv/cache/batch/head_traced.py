@@ -23,6 +23,9 @@ class TracedHeads:
         self._made: OrderedDict[Key, tuple[Any, list[HeadRowsOfAll]]] = OrderedDict()
         #: how often a function was traced
         self.traces = 0
+        #: so many forwards of a shape are made before it is traced
+        self.rare = 0
+        self._met: dict[Key, int] = {}
 
     def run(
         self,
@@ -31,10 +34,14 @@ class TracedHeads:
         tokens: mx.array,
         hidden: mx.array,
         where: mx.array,
-    ) -> mx.array:
-        """As ``HeadRowsOfAll.run``, over all columns; ``where``: [1, slots] int32, the rows made of each slot."""
+    ) -> mx.array | None:
+        """As ``HeadRowsOfAll.run``, over all columns; ``where``: [1, slots] int32, the rows made of each slot. None,
+        and nothing was done, where this shape is not traced yet."""
         key = (tokens.shape[0], rows.form.columns, tokens.shape[1])
         if key not in self._made:
+            self._met[key] = met = self._met.get(key, 0) + 1
+            if met <= self.rare:
+                return None
             self._made[key] = self._function(head)
         self._made.move_to_end(key)
         while len(self._made) > MOST:
