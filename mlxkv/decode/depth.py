@@ -52,7 +52,7 @@ TRIED, HOPELESS = 2.5, 0.2
 #: (first drafts seen, more than; at best so many times the tokens a second would come of drafting): new sequences sleep
 FAR = ((1.9, 0.8), (0.9, 0.5))
 #: so many of them until one tries again, at first and at most
-NAP, NAPS = 2, 32
+NAP, NAPS = 4, 32
 #: before anything was seen: how often a draft is taken to be accepted, and how many drafts that counts for
 GUESS, WEIGHT = 0.6, 1.0
 #: what earlier sequences did counts for as many drafts as a guess does, and for so many more once SEEN were seen

@@ -90,6 +90,19 @@ def test_functions_of_cycles_are_dropped_too(small, monkeypatch):
     assert len(house.steps._shapes) == len([k for k in house.steps._outlines if k[3] == "verify"]) + 2 == 3
 
 
+def test_a_width_that_is_only_tried_is_not_traced(small):
+    """Its commits neither; from the third time on both are, and all give what single steps do."""
+    house = House(small, slots=2, compile="on")
+    house.steps.rare, traces = 2, []
+    for i in range(4):
+        assert house.cycle(2, [1, 2], seed=i) <= tolerance()
+        traces.append(house.steps.traces)
+    assert traces == [0, 0, 2, 2]
+    house.steps.admit(house.batch, house.pool, [3])  # a row that is to be verified at this width always
+    before = house.steps.traces
+    assert house.cycle(3, [2, 3], seed=9) <= tolerance() and house.steps.traces == before
+
+
 def test_a_model_that_cannot_be_traced_verifies_plainly(small):
     class Asking(Small):
         def __call__(self, tokens, cache):
