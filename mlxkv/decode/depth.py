@@ -307,8 +307,8 @@ class Depth:
         self._courses.clear()
 
     def learn(self, other: Depth) -> None:
-        """Take over what steps and cycles cost there."""
-        self._costs |= other._costs
+        """Take over what steps and cycles cost there, where no cycle was measured here."""
+        self._costs |= {n: costs for n, costs in other._costs.items() if not self._costs_of(n).deepest}
 
     def _rehearsed(self, rows: Sequence[History]) -> list[int]:
         assert self._rehearsal is not None

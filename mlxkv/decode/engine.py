@@ -6,6 +6,7 @@ import atexit
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -86,6 +87,7 @@ class _Question:
         if not self._done.wait(timeout):
             raise EngineBusy(f"The engine has not come to the question within {timeout:g} s.", "Try again later.")
         if self._error is not None:
+            traceback.clear_frames(self._error.__traceback__)  # they hold the loop, and callers keep errors
             raise self._error
         return self._result
 
@@ -290,7 +292,7 @@ class Engine:
         def cycles(loop: Any) -> None:
             from .rehearsal import rehearse
 
-            rehearse(loop, asked, lambda: self._closing)
+            rehearse(loop, asked, lambda: self._closing, self._watchdog.turn)
 
         self.inspect(cycles)
 

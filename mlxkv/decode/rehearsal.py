@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from ..errors import EngineClosed, EngineError, MlxkvError
 from .depth import Depth
@@ -11,23 +12,28 @@ from .request import Request
 from .threads import elsewhere
 from .ticket import Ticket
 
+#: what a turn is made in: somebody sees when one hangs
+Watch = Callable[[], AbstractContextManager[None]]
 
-def rehearse(loop: Loop, asked: Sequence[Sequence[Request]], stopped: Callable[[], bool]) -> None:
-    """Have a loop like ``loop``, which is idle and has made steps, answer these requests, those of a list together, by
-    cycles of every depth, and tell ``loop`` what they cost. Returns when all is over; nobody else uses the model
-    meanwhile. ``stopped``: whether it is to be given up. Raises EngineError."""
+
+def rehearse(loop: Loop, asked: Sequence[Sequence[Request]], stopped: Callable[[], bool], watch: Watch) -> None:
+    """Have a loop like ``loop``, which has made steps, answer these requests, those of a list together, by cycles of
+    every depth, and tell ``loop`` what they cost. Returns when all is over, for nobody else uses the model meanwhile:
+    at once where ``loop`` has something to do, whose requests would wait. ``stopped``: whether it is to be given up.
+    Raises EngineError."""
     drafting = loop.seats.speculation
-    if drafting is None or drafting.depth.fixed is not None:
+    if drafting is None or drafting.depth.fixed is not None or not loop.idle:
         return
     try:
-        drafting.depth.learn(elsewhere(lambda: _rehearsed(loop.understudy(), asked, stopped), "mlxkv-rehearsal"))
+        depth = elsewhere(lambda: _rehearsed(loop.understudy(), asked, stopped, watch), "mlxkv-rehearsal")
+        drafting.depth.learn(depth)
     except MlxkvError:
         raise
     except Exception as e:
         raise EngineError(f"Cycles cannot be timed: {type(e).__name__}: {e}.") from e
 
 
-def _rehearsed(loop: Loop, asked: Sequence[Sequence[Request]], stopped: Callable[[], bool]) -> Depth:
+def _rehearsed(loop: Loop, asked: Sequence[Sequence[Request]], stopped: Callable[[], bool], watch: Watch) -> Depth:
     assert loop.seats.speculation is not None
     depth = loop.seats.speculation.depth
     depth.rehearse(True)
@@ -36,7 +42,10 @@ def _rehearsed(loop: Loop, asked: Sequence[Sequence[Request]], stopped: Callable
             tickets = [Ticket(request) for request in requests]
             loop.tickets.extend(tickets)
             while not (loop.idle or stopped()):
-                loop.turn()
+                with watch():
+                    loop.turn()
+                if not loop.active and loop.waiting:  # there is no memory for it, and nobody here gives any back
+                    return depth
             if stopped():
                 raise EngineClosed("The engine was closed while it warmed up.")
             for ticket in tickets:

@@ -63,7 +63,7 @@ class Seats:
         #: why rows take turns instead of sharing a batch
         self.obstacle: str | None = None if rt.live is not None else "its state has no known layout"
         self._asked = False
-        #: widths that are traced when a row joins; depths that adapt are many, and traced at their first cycle
+        #: widths that are traced when a row joins; depths that adapt are many, and traced once they came a few times
         self._widths = () if fixed is None else (fixed + 1,)
         #: drafts of a cycle of several rows at most; 0 where such a forward is not what single steps are
         self._drafts = rt.drafting.most if rt.drafting is not None else 0
@@ -106,19 +106,8 @@ class Seats:
         """Whether rows of this model can share a batch; asked of the model itself when it first matters."""
         rt = self._rt
         if not self._asked and rt.live is not None:
+            self.obstacle, self._drafts = elsewhere(self._ask, "mlxkv-asked")
             self._asked = True
-            live = rt.live
-            self.obstacle = elsewhere(lambda: obstacle(rt.model, rt.make_cache, live), "mlxkv-asked")
-            if self.obstacle:
-                log.info("requests take turns: %s", self.obstacle)
-            elif rt.drafting is not None:
-                journals, drafts = rt.drafting.journals, self._drafts
-                why = elsewhere(
-                    lambda: obstacle_of_drafts(rt.model, rt.make_cache, live, journals, drafts), "mlxkv-asked"
-                )
-                if why:
-                    log.info("nothing is drafted for several requests at once: %s", why)
-                    self._drafts = 0
         return self.obstacle is None
 
     def trace_after(self, cycles: int) -> None:
@@ -130,6 +119,20 @@ class Seats:
     def learn(self, other: Seats) -> None:
         """Take over what others of the same engine know of its model."""
         self._asked, self.obstacle, self._drafts = other._asked, other.obstacle, other._drafts
+
+    def _ask(self) -> tuple[str | None, int]:
+        """Why rows cannot share a batch, and drafts of a cycle of several rows at most."""
+        rt, drafts = self._rt, self._drafts
+        assert rt.live is not None
+        apart = obstacle(rt.model, rt.make_cache, rt.live)
+        if apart:
+            log.info("requests take turns: %s", apart)
+        elif rt.drafting is not None:
+            why = obstacle_of_drafts(rt.model, rt.make_cache, rt.live, rt.drafting.journals, drafts)
+            if why:
+                log.info("nothing is drafted for several requests at once: %s", why)
+                drafts = 0
+        return apart, drafts
 
     # coming and going
 

@@ -201,6 +201,7 @@ class Steps:
     def _done(self, shape: Traced, job: _Job, choose: Callable[[Traced], bool]) -> Out:
         if shape.wants_compiled and shape.rare:
             shape.rare, shape.chosen = shape.rare - 1, False
+            self.interrupt()
             return job.plain()
         if shape.wants_compiled and not shape.checked:
             self._check(shape, job)

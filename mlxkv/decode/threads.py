@@ -34,7 +34,7 @@ def elsewhere(work: Callable[[], T], name: str) -> T:
     thread.start()
     join_fully(thread)
     if failed:
-        raise failed[0]
+        raise failed.pop()
     return done[0]
 
 

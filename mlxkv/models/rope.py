@@ -24,13 +24,13 @@ class Angles:
         half = dims // 2
         self._theta = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(base) / half)) * scale
         mx.eval(self._theta)
-        self._key: tuple[int, int, int] | None = None
+        self._key: tuple[threading.Thread, int, int] | None = None
         self._value: tuple[mx.array, mx.array]
         self._rows: weakref.ref[mx.array] | None = None
 
     def at(self, offset: int, length: int) -> tuple[mx.array, mx.array]:
         """Of positions offset … offset + L − 1: [L, dims]."""
-        key = threading.get_ident(), offset, length  # what is not evaluated yet belongs to its thread
+        key = threading.current_thread(), offset, length  # what is not evaluated yet belongs to its thread
         if self._key != key:
             self._value = self._of(mx.arange(offset, offset + length, dtype=mx.float32)[:, None])
             self._key, self._rows = key, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import mlxkv
 from mlxkv.decode import rehearsal
 from mlxkv.decode.drafters import Round
+from mlxkv.decode.request import Delta
 from mlxkv.decode.threads import leave_device
 from mlxkv.errors import EngineClosed, EngineError
 from mlxkv.models.rope import Angles
@@ -83,9 +85,40 @@ def test_one_is_given_up_where_the_engine_is_closed(model, alone):
     with load(model, None, draft="mtp") as engine:
         requests = [[ask(tiny.ids(5), max_tokens=500) for _ in range(2)]]
         with pytest.raises(EngineClosed, match="warmed up"):
-            engine.inspect(lambda loop: rehearsal.rehearse(loop, requests, lambda: len(rehearsals()) > 0))
+            engine.inspect(
+                lambda loop: rehearsal.rehearse(loop, requests, lambda: len(rehearsals()) > 0, contextlib.nullcontext)
+            )
         assert not rehearsals() and not settled(engine)
         assert engine.inspect(lambda loop: loop.check_integrity()) is None
+        request = ask(tiny.ids(9), max_tokens=12)
+        assert engine.submit(request).result().token_ids == alone(request).token_ids
+
+
+def test_nobody_waits_for_one(model, alone):
+    """Not who decodes already; and one for which there is no memory is left."""
+    requests = [[ask(tiny.ids(5), max_tokens=9) for _ in range(2)]]
+
+    def rehearse(loop: Any) -> None:
+        rehearsal.rehearse(loop, requests, lambda: False, contextlib.nullcontext)
+
+    with load(model, None, draft="mtp") as engine:
+        long = engine.submit(ask(tiny.ids(9), max_tokens=200, logit_bias={tiny.EOS: -100.0}))
+        next(event for event in long if isinstance(event, Delta))
+        engine.inspect(rehearse)
+        assert engine.inspect(lambda loop: loop.seats.speculation.depth.seconds(2, 1)) == (0.0, 0.0)
+        long.cancel()
+        for _ in long:
+            pass
+        assert not settled(engine)
+
+        def crowded(loop: Any) -> None:
+            memory = loop.rt.memory
+            memory.charge("caches", "somebody", memory.limit)
+            rehearse(loop)
+            memory.release("somebody")
+
+        engine.inspect(crowded)
+        assert not settled(engine) and engine.inspect(lambda loop: loop.check_integrity()) is None
         request = ask(tiny.ids(9), max_tokens=12)
         assert engine.submit(request).result().token_ids == alone(request).token_ids
 

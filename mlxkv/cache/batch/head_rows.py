@@ -40,7 +40,7 @@ class HeadRowsOfAll:
         behind the rows made of slot r; ``made`` is the caller's to raise. n is at most SPARE."""
         n = tokens.shape[1]
         where = mx.array([self.made], mx.int32)
-        m = self.traced.run(self, head, tokens, hidden, where) if self.traced is not None else None
+        m = self.traced.run(self, head, tokens, hidden, where, step) if self.traced is not None else None
         if m is not None:
             return m
         longest = max(self.made) + n

@@ -23,9 +23,9 @@ class TracedHeads:
         self._made: OrderedDict[Key, tuple[Any, list[HeadRowsOfAll]]] = OrderedDict()
         #: how often a function was traced
         self.traces = 0
-        #: so many forwards of a shape are made before it is traced
+        #: so many times drafting begins with a shape (slots, columns) before its forwards are traced
         self.rare = 0
-        self._met: dict[Key, int] = {}
+        self._met: dict[tuple[int, int], int] = {}
 
     def run(
         self,
@@ -34,13 +34,16 @@ class TracedHeads:
         tokens: mx.array,
         hidden: mx.array,
         where: mx.array,
+        step: int = 0,
     ) -> mx.array | None:
         """As ``HeadRowsOfAll.run``, over all columns; ``where``: [1, slots] int32, the rows made of each slot. None,
-        and nothing was done, where this shape is not traced yet."""
-        key = (tokens.shape[0], rows.form.columns, tokens.shape[1])
+        and nothing was done, where this shape is not to be traced yet."""
+        shape = tokens.shape[0], rows.form.columns
+        key = (*shape, tokens.shape[1])
+        if step == 0:
+            self._met[shape] = self._met.get(shape, 0) + 1
         if key not in self._made:
-            self._met[key] = met = self._met.get(key, 0) + 1
-            if met <= self.rare:
+            if self._met.get(shape, 0) <= self.rare:
                 return None
             self._made[key] = self._function(head)
         self._made.move_to_end(key)
