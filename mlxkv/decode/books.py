@@ -135,9 +135,7 @@ class Books:
         """What is asked from now on, or no longer, is only there to be timed. Where depths adapt nothing is drafted for
         it: ``rehearsal`` does that elsewhere."""
         speculation = self.seats.speculation
-        if speculation is not None:
-            speculation.depth.rehearse(on)
-            self.seats.resting = on and speculation.depth.fixed is None
+        self.seats.resting = on and speculation is not None and speculation.depth.fixed is None
 
     def check_integrity(self) -> None:
         """Raises where books contradict each other, or somebody holds what nobody needs."""

@@ -21,12 +21,12 @@ def rehearse(loop: Loop, asked: Sequence[Sequence[Request]], stopped: Callable[[
     every depth, and tell ``loop`` what they cost. Returns when all is over, for nobody else uses the model meanwhile:
     at once where ``loop`` has something to do, whose requests would wait. ``stopped``: whether it is to be given up.
     Raises EngineError."""
-    drafting = loop.seats.speculation
-    if drafting is None or drafting.depth.fixed is not None or not loop.idle:
+    speculation = loop.seats.speculation
+    if speculation is None or speculation.depth.fixed is not None or not loop.idle:
         return
     try:
         depth = elsewhere(lambda: _rehearsed(loop.understudy(), asked, stopped, watch), "mlxkv-rehearsal")
-        drafting.depth.learn(depth)
+        speculation.depth.learn(depth)
     except MlxkvError:
         raise
     except Exception as e:

@@ -49,8 +49,7 @@ class Seats:
         self._heads = TracedHeads() if self._compiled and numerics.mode() == "fast" else None
         self.steps = Steps(rt.model, compile=compile, journals=journals)
         fixed = rt.drafting.fixed if rt.drafting is not None else None
-        if fixed is None:
-            self.trace_after(RARE)
+        self.trace_after(RARE if fixed is None else 0)
         self.pool = Pool.of(rt.live, SNAPSHOTS) if rt.live is not None and rt.store is not None else Pool([], 0)
         #: None where nothing drafts
         self.speculation = None if rt.drafting is None else Speculation(rt.drafting.drafter, rt.drafting.depth())

@@ -177,8 +177,7 @@ class Steps:
     def _shape(self, batch: Batch, pool: Pool | None, what: What, width: int) -> Traced:
         key = self._key(batch, pool, what, width)
         if key not in self._shapes:
-            self._shapes[key] = Traced(self._wants_compiled())
-            self._shapes[key].rare = self.rare if what == "verify" else 0
+            self._shapes[key] = Traced(self._wants_compiled(), self.rare if what == "verify" else 0)
         self._shapes.move_to_end(key)
         while len(self._shapes) > MOST:
             gone, _ = self._shapes.popitem(last=False)

@@ -21,14 +21,14 @@ _GAIN = 0.98
 class Traced:
     """What is known of a function at one set of shapes."""
 
-    def __init__(self, wants_compiled: bool) -> None:
+    def __init__(self, wants_compiled: bool, rare: int = 0) -> None:
         self.wants_compiled = wants_compiled
         self.traced = False
         self.checked = False
         #: whether the last call was of the compiled kind
         self.chosen = False
         #: so often it is not compiled yet
-        self.rare = 0
+        self.rare = rare
         self.race = Race()
         self._function: Any = None
         self._cell: list[Any] = []
