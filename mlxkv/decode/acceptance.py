@@ -19,15 +19,17 @@ import mlx.core as mx
 
 from .constraint import allows
 from .request import TokenLogprob
-from .sampling import DRAFT, Place, Report, Sampler, draw, report, told
+from .sampling import DRAFT, TOKEN, Place, Report, Sampler, draw, drawn, gumbel, report, told
 
 
 class Trial:
     """The drafts of one sequence in one cycle. ``sampler`` is only read, so a trial may be dropped at any time; it is
     over once the sampler has advanced."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, most: int = 0) -> None:
+        """``most``: drafts that are expected; random numbers for them are made together."""
+        self._sampler, self._most = sampler, most
+        self._noise: dict[tuple[int, int], mx.array] = {}  # what is added to the weights at each place
         self._stateless = sampler.stateless
         #: as Sampler.plain
         self.plain = sampler.plain
@@ -66,10 +68,18 @@ class Trial:
         logits = sampler.processed(logits.astype(mx.float32), place)
         if sampler.likeliest:
             return self.drafted(mx.argmax(logits, axis=-1).astype(mx.int32))
-        weights = sampler.weights(logits)
-        if sampler.seeded:
-            return self.drafted(draw(weights, sampler.keys(place.index)[0]))
-        return self.drafted(draw(weights, sampler.keys(place.index, 1, DRAFT)[0]), weights)
+        weights, i = sampler.weights(logits), len(self._drafts)
+        noise = self._noises(TOKEN if sampler.seeded else DRAFT, i + 1, weights.shape[-1])
+        token = drawn(weights, noise[i : i + 1])
+        return self.drafted(token, None if sampler.seeded else weights)
+
+    def _noises(self, purpose: int, n: int, size: int) -> mx.array:
+        """Of the first ``n`` places, or more, [>= n, size]; drafts and tokens of a seeded text share them."""
+        known = self._noise.get((purpose, size))
+        if known is None or len(known) < n:
+            keys = self._sampler.keys(self._first.index, max(n, self._most + 1), purpose)
+            known = self._noise[purpose, size] = gumbel(keys, size)
+        return known
 
     def given(self, tokens: Sequence[int]) -> None:
         """Drafts from a look-up. They end before one that may not come."""
@@ -111,10 +121,11 @@ class Trial:
         if sampler.likeliest:
             tokens = mx.argmax(processed, axis=-1).astype(mx.int32)
             return Compared(drafts, n, tokens[None], 0, self._reports(logits, n, lambda i: tokens[i : i + 1]))
-        p, keys = sampler.weights(processed), sampler.keys(self._first.index, n)
+        p = sampler.weights(processed)
         if all(q is None for q in self._q[: len(drafts)]):
-            rows = [draw(p[i : i + 1], keys[i]) for i in range(n)]
-            return Compared(drafts, n, mx.concatenate(rows)[None], 0, self._reports(logits, n, rows.__getitem__))
+            tokens = drawn(p, self._noises(TOKEN, n, p.shape[-1])[:n])
+            return Compared(drafts, n, tokens[None], 0, self._reports(logits, n, lambda i: tokens[i : i + 1]))
+        keys = sampler.keys(self._first.index, n)
         ids = mx.arange(p.shape[-1])
         q = [
             mx.where(ids == token, 0.0, -float("inf"))[None] if each is None else each

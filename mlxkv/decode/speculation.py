@@ -96,7 +96,7 @@ class Speculation:
 
     def propose(self, rows: Mapping[int, Drafted], run: Drafts, k: int) -> Proposal | None:
         """Drafts of these rows; None where there are none, or the drafter has to come up with them first."""
-        trials = {slot: Trial(row.sequence.sampler) for slot, row in rows.items()}
+        trials = {slot: Trial(row.sequence.sampler, k) for slot, row in rows.items()}
         asked = {slot: Asked(rows[slot].sequence, trial) for slot, trial in trials.items()}
         round = Round(asked, run.slots, run.heads)
         if not self.drafter.ready(asked, CATCH_UP):

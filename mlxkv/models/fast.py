@@ -7,7 +7,9 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from .. import numerics
+from . import attention
 from .activation import FEED_FORWARD
+from .attention import FewAttention
 from .conv import DepthwiseConv1d, is_depthwise
 from .gated_delta import ChunkedGatedDeltaNet, ChunkedNextGatedDeltaNet
 from .linear import RowEmbedding, RowLinear, gains, gains_as_head
@@ -40,6 +42,10 @@ def accelerate(model: nn.Module) -> list[str]:
     # A layer that holds others comes second: it takes over the children the old one has then.
     known = _RECURRENT | FEED_FORWARD
     holders = {name: known[type(layer)] for name, layer in model.named_modules() if type(layer) in known}
+    holders |= {name: FewAttention for name, layer in model.named_modules() if attention.gains(layer)}
     done = [line for group in (leaves, holders) for line in replace(model, group)]
     share([layer for layer in model.modules() if isinstance(layer, SharedRoPE)])
+    for layer in model.modules():
+        if isinstance(layer, FewAttention):
+            layer.prepare()
     return done

@@ -82,17 +82,17 @@ def load(
     # a head is unpacked where the body's matrices are, also where some layers of the body have no plain form
     unpack = now.device == "cpu" and not any(isinstance(m, nn.QuantizedLinear) for m in network.modules())
     head = None if opened is None else mtp.evaluate(opened, precision.DTYPES[chosen], network, unpack=unpack)
+    network.eval()
+    try:
+        mx.eval(network.parameters())
+    except Exception as error:
+        raise ModelError(f"The weights in {path} cannot be read: {error}", "Download or copy them again.") from error
     if now.device == "cpu" and now.mode == "fast":
         from .fast import accelerate
 
         accelerate(network)
         if head is not None:
             accelerate(head)
-    network.eval()
-    try:
-        mx.eval(network.parameters())
-    except Exception as error:
-        raise ModelError(f"The weights in {path} cannot be read: {error}", "Download or copy them again.") from error
     assert not any(module.training for module in network.modules())
     mark = fingerprint(path, adapter_path, memo_dir, beside)
     if [identity(file) for file in files] != before:

@@ -7,7 +7,8 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-_MAX_SIZE = 8192  # elements; above, the work outweighs the number of operations
+#: elements; above, the work outweighs the number of operations
+MAX_SIZE = 8192
 
 
 @partial(mx.compile, shapeless=True)
@@ -17,7 +18,7 @@ def _scale(x: mx.array, squares: mx.array, weight: mx.array, mean: float, eps: f
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis; the same as ``mx.fast.rms_norm`` up to rounding."""
-    if x.size > _MAX_SIZE or x.dtype != mx.float32 or weight.dtype != mx.float32:
+    if x.size > MAX_SIZE or x.dtype != mx.float32 or weight.dtype != mx.float32:
         return mx.fast.rms_norm(x, weight, eps)
     return _scale(x, mx.square(x).sum(axis=-1, keepdims=True), weight, 1.0 / x.shape[-1], eps)
 

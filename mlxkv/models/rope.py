@@ -22,8 +22,8 @@ class Angles:
 
     def __init__(self, dims: int, base: float, scale: float) -> None:
         half = dims // 2
-        self._theta = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(base) / half)) * scale
-        mx.eval(self._theta)
+        self.theta = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(base) / half)) * scale
+        mx.eval(self.theta)
         self._key: tuple[threading.Thread, int, int] | None = None
         self._value: tuple[mx.array, mx.array]
         self._rows: weakref.ref[mx.array] | None = None
@@ -44,7 +44,7 @@ class Angles:
         return self._value
 
     def _of(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        angle = positions * self._theta
+        angle = positions * self.theta
         cos, sin = mx.cos(angle), mx.sin(angle)
         return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
 

@@ -4,16 +4,16 @@ Plain is the fastest of mlxkv without drafts, the same with compiled steps (--co
 Prompts are the demo model's held-out ones, whose answers end where they end. Nothing else should run on the machine.
 
 tokens: tokens/s of decoding, all prompts together, at the best depth (compiled or not, found first too) against plain;
-greedy, and at temperature 0.7. useless: the same with a head of random weights and a depth that adapts. late: the
-first token of a request that comes while another one's answer is made, with drafts against without. rewind: taking two
-of three tokens back and making the states again, against one plain step, for each family whose layers keep a journal.
+greedy, and at temperature 0.7. useless: the same with a head of random weights and a depth that adapts; of new engines,
+what they learn included, and of engines with compiled steps that go on. late: the first token of a request that comes
+while another one's answer is made, with drafts against without. rewind: taking two of three tokens back and making the
+states again, against one plain step, for each family whose layers keep a journal.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 import shutil
 import statistics
 import sys
@@ -47,9 +47,11 @@ from demo_model.heldout import cases  # noqa: E402
 
 #: tokens of an answer at most
 MOST = 200
-DEPTHS = (2, 4, 8)
-#: engines a side of a pair, and late requests
-ENGINES, COMERS = 5, 5
+DEPTHS = (2, 4, 6, 8)
+#: how often an answer is timed
+TIMES = 3
+#: engines a side of a pair: new ones for each, and those that go on; late requests
+NEW, ENGINES, COMERS = 3, 8, 5
 
 
 def prompts(tokenizer: Any, step: int) -> list[list[int]]:
@@ -96,9 +98,24 @@ def answers(sides: Sequence[One], asked: Sequence[list[int]], seed: int) -> list
     return found
 
 
-def all_tps(sides: Sequence[One], asked: Sequence[list[int]], seed: int) -> list[float]:
-    """Tokens/s of each side over all prompts."""
-    return [sum(n for n, _ in made) / sum(s for _, s in made) for made in answers(sides, asked, seed)]
+def typical(made: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Of the answers to the same prompts, made some times or by some engines: each prompt's tokens, and the median of
+    their seconds. All of an answer is a few milliseconds, and machines pause."""
+    return [(prompt[0][0], statistics.median(s for _, s in prompt)) for prompt in zip(*made, strict=True)]
+
+
+def tps(made: Sequence[tuple[int, float]]) -> float:
+    return sum(n for n, _ in made) / sum(s for _, s in made)
+
+
+def all_tps(sides: Sequence[One], asked: Sequence[list[int]], seeds: Sequence[int], times: int = TIMES) -> list[float]:
+    """Tokens/s of each side over all prompts with all ``seeds``, each answer as long as it mostly takes."""
+    made: list[list[tuple[int, float]]] = [[] for _ in sides]
+    for seed in seeds:
+        turns = [answers(sides, asked, seed) for _ in range(times)]
+        for side, again in zip(made, zip(*turns, strict=True), strict=True):
+            side.extend(typical(again))
+    return [tps(side) for side in made]
 
 
 def load(draft: str, **options: Any) -> Engine:
@@ -107,7 +124,7 @@ def load(draft: str, **options: Any) -> Engine:
 
 def best(sides: dict[str, One], asked: Sequence[list[int]], rounds: int) -> tuple[str, str]:
     """The name of the fastest, measured in turn, and all medians for people."""
-    found = [all_tps(list(sides.values()), asked, turn) for turn in range(rounds + 1)][1:]
+    found = [all_tps(list(sides.values()), asked, [turn], 1) for turn in range(rounds + 1)][1:]
     medians = {name: statistics.median(values) for name, values in zip(sides, zip(*found, strict=True), strict=True)}
     return max(medians, key=medians.__getitem__), ", ".join(f"{n} {v:.0f}" for n, v in medians.items())
 
@@ -133,7 +150,8 @@ def tokens(temperature: float, bar: float, pairs: int, step: int) -> Result:
         fastest, others = best(sides, asked, rounds)
         drafted = {name: side(engine) for name, engine in drafting.items()}
         deepest, depths = best(drafted, asked, rounds)
-        measured = [all_tps([sides[fastest], drafted[deepest]], asked, pair) for pair in range(pairs + 1)][1:]
+        both, seeds = [sides[fastest], drafted[deepest]], 2 if temperature else 1
+        measured = [all_tps(both, asked, range(seeds * pair, seeds * (pair + 1))) for pair in range(pairs + 1)][1:]
         counts = drafting[deepest].status()
     finally:
         for engine in (*plain.values(), *drafting.values()):
@@ -156,12 +174,15 @@ def biased(engine: Engine, prompt: list[int], bias: dict[int, float]) -> tuple[i
 
 
 def useless(compile: str, pairs: int, step: int, a_side: int) -> Result:
-    """Answers of 200 tokens, by a fresh engine's standards: what was learned in one pair is not known in the next.
-    Where steps are compiled the prompts are asked once before, for shapes are traced when they are met. Two engines of
-    the same kind differ here by several per cent, whatever they were asked, by where their buffers came to lie: so a
-    side of a pair is several engines, each in a process of its own; an answer takes a side what it takes most of them,
-    the one in which drafts are tried included, for that comes at the same prompt in all."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Answers of 200 tokens. Two engines of the same kind differ here by several per cent, whatever they were asked, by
+    where their buffers came to lie: so a side of a pair is several engines, each in a process of its own; an answer
+    takes a side what it takes most of them, the one in which drafts are tried included, for that comes at the same
+    prompt in all.
+
+    By a new engine's standards: what was learned in one pair is not known in the next. Where steps are compiled shapes
+    are traced when they are met, which is not what is measured: all pairs are of the same engines there, after a first
+    one that does not count."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         made = Path(folder) / "random-head"
         shutil.copytree(EMBEDDED, made)
         weights = dict(mx.load(str(made / "model.safetensors")))
@@ -172,32 +193,33 @@ def useless(compile: str, pairs: int, step: int, a_side: int) -> Result:
         _, tokenizer = float32(EMBEDDED)
         asked = prompts(tokenizer, step)[:6]
         bias = dict.fromkeys(tokenizer.eos_token_ids, -100.0)
-        seen = []
+        order = ["off", "auto"] * a_side
+
+        def engines(opened: ExitStack) -> list[Apart]:
+            return [opened.enter_context(Apart(warm, made, draft, compile)) for draft in order]
 
         def side(engine: Apart) -> One:
             return lambda prompt, _: engine.ask(biased, prompt, bias)
 
-        def pair(number: int) -> tuple[float, float]:
-            order = ["off", "auto"] * a_side
-            random.Random(number).shuffle(order)
-            with ExitStack() as opened:
-                engines = [opened.enter_context(Apart(warm, made, draft, compile)) for draft in order]
-                sides = [side(engine) for engine in engines]
-                if compile == "on":
-                    answers(sides, asked, number)
-                given = answers(sides, asked, number)
-                seen.extend(
-                    engine.ask(Engine.status) for engine, draft in zip(engines, order, strict=True) if draft == "auto"
-                )
+        def pair(number: int, engines: list[Apart]) -> tuple[float, float]:
+            given = answers([side(engine) for engine in engines], asked, number)
+            return tps(typical(given[::2])), tps(typical(given[1::2]))
 
-            def tps(kind: str) -> float:
-                engines = [answered for answered, draft in zip(given, order, strict=True) if draft == kind]
-                seconds = [statistics.median(s for _, s in prompt) for prompt in zip(*engines, strict=True)]
-                return sum(n for n, _ in engines[0]) / sum(seconds)
+        def told(engines: list[Apart]) -> list[Any]:
+            return [engine.ask(Engine.status) for engine in engines[1::2]]
 
-            return tps("off"), tps("auto")
-
-        measured = [pair(number) for number in range(pairs + 1)][1:]
+        measured, seen = [], []
+        if compile == "on":
+            same = engines(opened)
+            measured = [pair(number, same) for number in range(pairs + 1)]
+            seen = told(same)
+        else:
+            for number in range(pairs + 1):
+                with ExitStack() as briefly:
+                    new = engines(briefly)
+                    measured.append(pair(number, new))
+                    seen += told(new)
+        measured = measured[1:]
     note = f"medians: plain {statistics.median(a for a, _ in measured):.0f} tok/s, with drafts "
     note += f"{statistics.median(b for _, b in measured):.0f}; {sum(s.accepted for s in seen)} of "
     note += f"{sum(s.drafted for s in seen)} accepted in {sum(s.cycles for s in seen)} cycles, {a_side} engines a side"
@@ -314,14 +336,15 @@ def main() -> int:
     options = parser.parse_args()
     for name in [n for n in os.environ if n.startswith("MLXKV_") and n != "MLXKV_BLAS"]:
         del os.environ[name]
-    pairs, step, a_side = (1, 12, 1) if options.quick else (9, 5, ENGINES)
+    pairs, step = (1, 12) if options.quick else (9, 5)
+    new, engines = (1, 1) if options.quick else (NEW, ENGINES)
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         parts: dict[str, Callable[[], Result]] = {
             "tokens, greedy": lambda: tokens(0.0, 1.35, pairs, step),
             "tokens, temperature": lambda: tokens(0.7, 1.15, pairs, step),
-            "useless": lambda: useless("auto", pairs, step, a_side),
-            "useless, compiled": lambda: useless("on", pairs, step, a_side),
+            "useless": lambda: useless("auto", pairs, step, new),
+            "useless, compiled": lambda: useless("on", pairs, step, engines),
             "late, short": lambda: late(pairs, 48),
             "late, long": lambda: late(pairs, 600),
             "rewind, gated delta": lambda: rewind("gated delta rule (demo model)", EMBEDDED, pairs),

@@ -146,7 +146,7 @@ def speculatively(sampler: Sampler, toy: Toy, n: int, seed: int, kinds=("draft",
     rng = np.random.default_rng(seed)
     while len(out) < n and not sampler.done:
         kind, k = str(rng.choice(kinds)), int(rng.integers(0, 5))
-        trial = Trial(sampler)
+        trial = Trial(sampler, int(rng.integers(0, 5)))
         if kind == "dropped":  # in the middle of its drafts, or judged and not read
             drafts = run(trial, toy, said, rng, "draft", k)
             if rng.random() < 0.5:

@@ -187,3 +187,12 @@ def test_bad_values_name_the_field(field, value):
     with pytest.raises(RequestError, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("size", [1, 12, 2047, 2048])
+def test_noise_that_is_made_together_is_each_keys_own(size):
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=3), [1], size)
+    keys, weights = sampler.keys(5, 4), mx.random.normal((4, size), key=mx.random.key(size))
+    together = sampling.drawn(weights, sampling.gumbel(keys, size))
+    assert together.tolist() == [sampling.draw(weights[i : i + 1], keys[i]).item() for i in range(4)]
+    assert mx.array_equal(sampling.gumbel(keys, size)[1:2], sampling.gumbel(keys[1:2], size))

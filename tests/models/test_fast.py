@@ -4,12 +4,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops, normalize_qk
-from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextGatedDeltaNet
+from mlx_lm.models.qwen3_next import ModelArgs, Qwen3NextAttention, Qwen3NextGatedDeltaNet
 
 from mlxkv import numerics
-from mlxkv.models import activation, fast, linear, rope
+from mlxkv.models import activation, attention, fast, linear, rope
 from mlxkv.models.conv import DepthwiseConv1d, is_depthwise
 from mlxkv.models.gated_delta import ChunkedNextGatedDeltaNet, chunked_gated_delta, gated_delta_step, log_decay
 from mlxkv.models.norm import rms_norm
@@ -252,3 +252,72 @@ def test_rows_of_a_batch_are_rotated_as_they_are_alone():
             rows = mx.concatenate([layer(x[i : i + 1], offset=p) for i, p in enumerate(positions)])
             assert mx.array_equal(layer(x, offset=offsets), rows).item()
     assert layer(mx.concatenate([x, x], axis=2), offset=offsets).shape == (3, 2, 2, 24)
+
+
+def gated_attention(heads, shared, size, dims):
+    """mlx-lm's layer with random norms, and the one that takes its place."""
+    fields = dict.fromkeys(ModelArgs.__dataclass_fields__, 1) | {
+        "hidden_size": 48,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "head_dim": size,
+        "partial_rotary_factor": dims / size,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+    }
+    mx.random.seed(heads)
+    holder = nn.Module()
+    holder.layer = plain = Qwen3NextAttention(ModelArgs(**fields))
+    for norm in (plain.q_norm, plain.k_norm):
+        norm.weight = 1 + 0.3 * mx.random.normal(norm.weight.shape)
+    mx.eval(plain.parameters())
+    fast.accelerate(holder)
+    assert type(holder.layer) is attention.FewAttention
+    return plain, holder.layer
+
+
+class Columns:
+    """Rows of a batch: each sequence writes at its own columns."""
+
+    def __init__(self, keys, values, offsets, tokens):
+        self.keys, self.values, self.offset = keys, values, offsets
+        self.at = offsets[:, None] + mx.arange(tokens)
+        self.mask = (mx.arange(keys.shape[2]) <= self.at[:, :, None])[:, None]
+
+    def update_and_fetch(self, keys, values):
+        at = mx.broadcast_to(self.at[:, None, :, None], keys.shape)
+        self.keys = mx.put_along_axis(self.keys, at, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, at, values, axis=2)
+        return self.keys, self.values
+
+
+@pytest.mark.parametrize(("heads", "shared", "size", "dims"), [(2, 1, 64, 16), (4, 2, 16, 16), (3, 3, 24, 8)])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 16, 17])
+@pytest.mark.parametrize("positions", [[0], [61], [5, 0, 40]])
+def test_attention_over_a_few_tokens(heads, shared, size, dims, tokens, positions):
+    plain, mine = gated_attention(heads, shared, size, dims)
+    B, key = len(positions), mx.random.key(tokens)
+    x = mx.random.normal((B, tokens, 48), key=key)
+    held = mx.random.normal((2, B, shared, 80, size), key=key)
+    one, two = (Columns(*held, mx.array(positions, mx.int32), tokens) for _ in range(2))
+    assert far(mine(x, two.mask, two), plain(x, one.mask, one)) < 4 * TOLERANCE
+    assert far(two.keys, one.keys) < TOLERANCE and mx.array_equal(two.values, one.values)
+    # and alone: its position is a number, and one token needs no mask
+    one, two = KVCache(), KVCache()
+    for n in (7, 1, tokens, 1):
+        x = mx.random.normal((1, n, 48), key=key)
+        mask = None if n == 1 else "causal"
+        assert far(mine(x, mask, two), plain(x, mask, one)) < 4 * TOLERANCE
+        assert far(two.keys[:, :, : two.offset], one.keys[:, :, : one.offset]) < TOLERANCE
+
+
+def test_attention_of_other_kinds_stays():
+    plain, mine = gated_attention(2, 1, 64, 16)
+    assert attention.gains(plain) and not attention.gains(mine)
+    plain.q_norm.weight = plain.q_norm.weight.astype(mx.bfloat16)
+    assert not attention.gains(plain)
+    plain = gated_attention(2, 1, 64, 16)[0]
+    plain.rope = nn.RoPE(16, traditional=True)
+    assert not attention.gains(plain)
