@@ -2,7 +2,7 @@
 
 The first draft comes from one forward of the head over all pairs (hidden state, next token) that wait, the root last;
 each further one from the head's own output and the draft before it. Where picking a draft needs nothing on the host,
-all of it, and the forward that verifies it, is one graph.
+all of it, and the forward that verifies it, is one graph; on a CPU each draft is submitted as soon as it is built.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class MTP:
 
     def __init__(self, logits: Callable[[mx.array, int], mx.array]) -> None:
         self._logits = logits
+        #: a draft is computed while the graph of the next is built; a GPU is given all of a cycle at once
+        self._early = mx.default_device() == mx.cpu
 
     def begin(self, heads: Heads | None, slots: Sequence[int]) -> None:
         """The head reads the prompt, as far as it was not stored."""
@@ -49,6 +51,8 @@ class MTP:
                         break
                     m = heads.following(drafts[-1][:, None], m, step)
                 drafts.append(pick(round, self._logits(m, step)[:, -1]))
+                if self._early:
+                    mx.async_eval(drafts[-1])
         finally:
             heads.drop()  # rows of tokens that nobody has committed
         return mx.stack(drafts, axis=1)
