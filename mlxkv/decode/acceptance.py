@@ -69,15 +69,16 @@ class Trial:
         if sampler.likeliest:
             return self.drafted(mx.argmax(logits, axis=-1).astype(mx.int32))
         weights, i = sampler.weights(logits), len(self._drafts)
-        noise = self._noises(TOKEN if sampler.seeded else DRAFT, i + 1, weights.shape[-1])
-        token = drawn(weights, noise[i : i + 1])
-        return self.drafted(token, None if sampler.seeded else weights)
+        # a seeded draft shares its token's noise, of which one more is needed behind the last draft
+        purpose, likely = (TOKEN, self._most + 1) if sampler.seeded else (DRAFT, self._most)
+        noise = self._noises(purpose, i + 1, likely, weights.shape[-1])
+        return self.drafted(drawn(weights, noise[i : i + 1]), None if sampler.seeded else weights)
 
-    def _noises(self, purpose: int, n: int, size: int) -> mx.array:
-        """Of the first ``n`` places, or more, [>= n, size]; drafts and tokens of a seeded text share them."""
+    def _noises(self, purpose: int, n: int, likely: int, size: int) -> mx.array:
+        """Of the first ``n`` places, or more, [>= n, size]; of ``likely`` ones where it has to be made."""
         known = self._noise.get((purpose, size))
         if known is None or len(known) < n:
-            keys = self._sampler.keys(self._first.index, max(n, self._most + 1), purpose)
+            keys = self._sampler.keys(self._first.index, max(n, likely), purpose)
             known = self._noise[purpose, size] = gumbel(keys, size)
         return known
 
@@ -123,7 +124,7 @@ class Trial:
             return Compared(drafts, n, tokens[None], 0, self._reports(logits, n, lambda i: tokens[i : i + 1]))
         p = sampler.weights(processed)
         if all(q is None for q in self._q[: len(drafts)]):
-            tokens = drawn(p, self._noises(TOKEN, n, p.shape[-1])[:n])
+            tokens = drawn(p, self._noises(TOKEN, n, n, p.shape[-1])[:n])
             return Compared(drafts, n, tokens[None], 0, self._reports(logits, n, lambda i: tokens[i : i + 1]))
         keys = sampler.keys(self._first.index, n)
         ids = mx.arange(p.shape[-1])
@@ -162,13 +163,13 @@ def accepted(p: mx.array, q: mx.array, drafts: mx.array, u: mx.array, keys: mx.a
     all weights of a row of ``p`` are -inf or one is NaN, which plain sampling does not survive either.
     """
     n, m = p.shape[0], q.shape[0]
-    probs, drawn = mx.softmax(p[:m], axis=-1), mx.softmax(q, axis=-1)
+    of_target, of_drafter = mx.softmax(p[:m], axis=-1), mx.softmax(q, axis=-1)
     at = drafts[:, None]
-    of_p, of_q = (mx.take_along_axis(each, at, axis=-1)[:, 0] for each in (probs, drawn))
+    of_p, of_q = (mx.take_along_axis(each, at, axis=-1)[:, 0] for each in (of_target, of_drafter))
     # u < p/q without a division: a q of 0 keeps what p allows, a p of 0 is never kept
     kept = mx.cumprod((u * of_q < of_p).astype(mx.int32)).sum()
     place, row = mx.minimum(kept, n - 1), mx.minimum(kept, m - 1)
-    rest = mx.log(mx.maximum(probs[row] - drawn[row], 0.0))
+    rest = mx.log(mx.maximum(of_target[row] - of_drafter[row], 0.0))
     # p where nothing was drafted, and where rounding left nothing of the rest: a chance of one in some millions
     weights = mx.where((kept < m) & (mx.max(rest) > -float("inf")), rest, p[place])
     return kept, draw(weights[None], keys[place])

@@ -15,16 +15,19 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
+from . import rope
 from .linear import CUT, RowLinear
 from .norm import MAX_SIZE, rms_norm
-from .rope import SharedRoPE
 
 #: more tokens than this go mlx-lm's way
 MOST = 16
 
 
 class FewAttention(Qwen3NextAttention):
-    """``prepare`` is to be called once weights are evaluated and ``rope`` is a ``SharedRoPE``."""
+    """mlx-lm's layer: x [B, S, H] -> [B, S, H], the same up to rounding. Float32 with S <= MOST goes this way where
+    ``mask`` is None (S = 1) or bool [B, 1, S, columns]; all else, and several tokens under "causal", mlx-lm's.
+
+    ``prepare`` is to be called once weights are evaluated and ``rope`` is a ``SharedRoPE``."""
 
     _norm: mx.array
     _theta: mx.array
@@ -33,11 +36,11 @@ class FewAttention(Qwen3NextAttention):
 
     def prepare(self) -> None:
         """What is made of the weights, from data: the first to need it may be a trace."""
-        rope: Any = self.rope
-        n, size, half = self.num_attention_heads, self.head_dim, rope.dims // 2
+        shared: Any = self.rope
+        n, size, half = self.num_attention_heads, self.head_dim, shared.dims // 2
         q, k = np.array(self.q_norm.weight) * np.float32(self.scale), np.array(self.k_norm.weight)
         self._norm = mx.array(np.stack([q] * n + [k] * self.num_key_value_heads))
-        theta = np.array(rope.angles.theta)
+        theta = np.array(shared.angles.theta)
         self._theta = mx.array(np.concatenate([theta, theta, np.zeros(size - 2 * half, np.float32)]))
         turn, j = np.zeros((size, size), np.float32), np.arange(half)
         turn[j + half, j], turn[j, j + half] = -1, 1
@@ -51,7 +54,8 @@ class FewAttention(Qwen3NextAttention):
         B, S, _ = x.shape
         n, m, size = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         few = S <= MOST and B * S * (n + m) * size <= MAX_SIZE and x.dtype == mx.float32
-        seen: mx.array | None = mask if isinstance(mask, mx.array) and mask.ndim == 4 else None
+        shown = isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[1] == 1
+        seen: mx.array | None = mask if shown else None
         if not few or seen is not mask or cache is None or hasattr(cache, "bits"):
             return super().__call__(x, mask, cache)
 
@@ -59,7 +63,7 @@ class FewAttention(Qwen3NextAttention):
         q = q.reshape(B, S, n, 2 * size)
         both = mx.concatenate([q[..., :size], k.reshape(B, S, m, size)], axis=2)
         both = rms_norm(both, self._norm, self.q_norm.eps)
-        at = mx.array([cache.offset], mx.int32) if isinstance(cache.offset, int) else cache.offset
+        at = cache.offset if isinstance(cache.offset, mx.array) else mx.array([int(cache.offset)], mx.int32)
         cos, sin = _angles(at.reshape(-1, 1, 1, 1), _steps(S), self._theta)
         both = _turned(both, both @ self._turn, cos, sin)
         queries, keys = both[:, :, :n], both[:, :, n:]
@@ -109,7 +113,7 @@ def _turned(x: mx.array, halves: mx.array, cos: mx.array, sin: mx.array) -> mx.a
 
 @partial(mx.compile, shapeless=True)
 def _masked(scores: mx.array, mask: mx.array) -> mx.array:
-    return mx.where(mask, scores, -3.4e38)
+    return mx.where(mask, scores, mx.finfo(mx.float32).min)
 
 
 @partial(mx.compile, shapeless=True)
@@ -118,10 +122,8 @@ def _gated(y: mx.array, gate: mx.array) -> mx.array:
 
 
 def gains(layer: nn.Module) -> bool:
-    """Whether ``layer``, whose rotation may be shared, is one that ``FewAttention`` computes."""
+    """Whether ``layer``, as mlx-lm made it, is one that ``FewAttention`` computes."""
     if type(layer) is not Qwen3NextAttention:
         return False
-    rope: Any = layer.rope
-    rotates = type(rope) is SharedRoPE or (type(rope) is nn.RoPE and not rope.traditional)
     norms = [layer.q_norm.weight, layer.k_norm.weight]
-    return rotates and layer.q_norm.eps == layer.k_norm.eps and all(w.dtype == mx.float32 for w in norms)
+    return rope.gains(layer.rope) and layer.q_norm.eps == layer.k_norm.eps and all(w.dtype == mx.float32 for w in norms)

@@ -7,7 +7,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from .. import numerics
-from . import attention
+from . import attention, rope
 from .activation import FEED_FORWARD
 from .attention import FewAttention
 from .conv import DepthwiseConv1d, is_depthwise
@@ -15,7 +15,7 @@ from .gated_delta import ChunkedGatedDeltaNet, ChunkedNextGatedDeltaNet
 from .linear import RowEmbedding, RowLinear, gains, gains_as_head
 from .norm import RMSNorm
 from .replace import replace
-from .rope import SharedRoPE, share
+from .rope import SharedRoPE
 
 _RECURRENT: dict[type[nn.Module], type[nn.Module]] = {
     GatedDeltaNet: ChunkedGatedDeltaNet,
@@ -33,7 +33,7 @@ def accelerate(model: nn.Module) -> list[str]:
             leaves[name] = DepthwiseConv1d
         elif type(layer) is nn.RMSNorm:
             leaves[name] = RMSNorm
-        elif type(layer) is nn.RoPE and not layer.traditional:
+        elif rope.gains(layer):
             leaves[name] = SharedRoPE
         elif openblas and gains(layer):
             leaves[name] = RowLinear
@@ -44,7 +44,7 @@ def accelerate(model: nn.Module) -> list[str]:
     holders = {name: known[type(layer)] for name, layer in model.named_modules() if type(layer) in known}
     holders |= {name: FewAttention for name, layer in model.named_modules() if attention.gains(layer)}
     done = [line for group in (leaves, holders) for line in replace(model, group)]
-    share([layer for layer in model.modules() if isinstance(layer, SharedRoPE)])
+    rope.share([layer for layer in model.modules() if isinstance(layer, SharedRoPE)])
     for layer in model.modules():
         if isinstance(layer, FewAttention):
             layer.prepare()

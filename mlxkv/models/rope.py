@@ -22,6 +22,7 @@ class Angles:
 
     def __init__(self, dims: int, base: float, scale: float) -> None:
         half = dims // 2
+        #: [dims / 2], float32
         self.theta = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(base) / half)) * scale
         mx.eval(self.theta)
         self._key: tuple[threading.Thread, int, int] | None = None
@@ -68,6 +69,11 @@ class SharedRoPE(nn.RoPE):
         a, b, rest = x[..., :half], x[..., half : self.dims], x[..., self.dims :]
         turned = x[..., : self.dims] * cos + mx.concatenate([b, a], axis=-1) * sin
         return mx.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+
+
+def gains(layer: nn.Module) -> bool:
+    """Whether ``layer`` is a rotation that ``SharedRoPE`` computes."""
+    return type(layer) is nn.RoPE and not layer.traditional
 
 
 def share(layers: list[SharedRoPE]) -> None:

@@ -76,7 +76,8 @@ def decoded(engine: Engine, prompt: list[int], **sampling: Any) -> tuple[int, fl
     return (n, n / done.timings.decode_tps) if n > 0 else (0, 0.0)
 
 
-def mlx_lm_decoded(model: Any, tokenizer: Any, prompt: list[int], temperature: float) -> tuple[int, float]:
+def mlx_lm_decoded(model: Any, tokenizer: Any, prompt: list[int], temperature: float, seed: int) -> tuple[int, float]:
+    mx.random.seed(seed)
     sampler = mlx_lm.sample_utils.make_sampler(temp=temperature)
     first = last = 0.0
     count = 0
@@ -145,13 +146,16 @@ def tokens(temperature: float, bar: float, pairs: int, step: int) -> Result:
 
     try:
         sides = {name: side(engine) for name, engine in plain.items()}
-        sides["mlx-lm"] = lambda prompt, _: mlx_lm_decoded(model, tokenizer, prompt, temperature)
+        sides["mlx-lm"] = lambda prompt, seed: mlx_lm_decoded(model, tokenizer, prompt, temperature, seed)
         rounds = 1 if pairs == 1 else 3
         fastest, others = best(sides, asked, rounds)
         drafted = {name: side(engine) for name, engine in drafting.items()}
         deepest, depths = best(drafted, asked, rounds)
         both, seeds = [sides[fastest], drafted[deepest]], 2 if temperature else 1
-        measured = [all_tps(both, asked, range(seeds * pair, seeds * (pair + 1))) for pair in range(pairs + 1)][1:]
+        first = rounds + 1  # other texts than those that the depth was chosen by
+        measured = [
+            all_tps(both, asked, range(first + seeds * pair, first + seeds * (pair + 1))) for pair in range(pairs + 1)
+        ][1:]
         counts = drafting[deepest].status()
     finally:
         for engine in (*plain.values(), *drafting.values()):
@@ -181,8 +185,8 @@ def useless(compile: str, pairs: int, step: int, a_side: int) -> Result:
 
     By a new engine's standards: what was learned in one pair is not known in the next. Where steps are compiled shapes
     are traced when they are met, which is not what is measured: all pairs are of the same engines there, after a first
-    one that does not count."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+    one that does not count. So the spread over pairs does not show there how engines differ."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as throughout:
         made = Path(folder) / "random-head"
         shutil.copytree(EMBEDDED, made)
         weights = dict(mx.load(str(made / "model.safetensors")))
@@ -210,7 +214,7 @@ def useless(compile: str, pairs: int, step: int, a_side: int) -> Result:
 
         measured, seen = [], []
         if compile == "on":
-            same = engines(opened)
+            same = engines(throughout)
             measured = [pair(number, same) for number in range(pairs + 1)]
             seen = told(same)
         else:

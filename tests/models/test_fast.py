@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
@@ -268,12 +269,13 @@ def gated_attention(heads, shared, size, dims):
         "rms_norm_eps": 1e-6,
     }
     mx.random.seed(heads)
-    holder = nn.Module()
-    holder.layer = plain = Qwen3NextAttention(ModelArgs(**fields))
+    holder, plain = nn.Module(), Qwen3NextAttention(ModelArgs(**fields))
+    holder.layer = Qwen3NextAttention(ModelArgs(**fields))
     for norm in (plain.q_norm, plain.k_norm):
         norm.weight = 1 + 0.3 * mx.random.normal(norm.weight.shape)
     mx.eval(plain.parameters())
-    fast.accelerate(holder)
+    holder.layer.update(plain.parameters())
+    fast.accelerate(holder)  # replaces its parts too
     assert type(holder.layer) is attention.FewAttention
     return plain, holder.layer
 
@@ -321,3 +323,18 @@ def test_attention_of_other_kinds_stays():
     plain = gated_attention(2, 1, 64, 16)[0]
     plain.rope = nn.RoPE(16, traditional=True)
     assert not attention.gains(plain)
+
+
+def test_masks_of_other_kinds_go_mlx_lms_way():
+    """Numbers that are added to scores, a mask for each head, and one for all sequences."""
+    plain, mine = gated_attention(4, 2, 16, 16)
+    x, seen = mx.random.normal((1, 2, 48)), mx.tril(mx.ones((2, 2), mx.bool_))
+    heads = mx.broadcast_to(seen, (1, 4, 2, 2))
+    for mask in (mx.where(seen, 0.0, -1e9)[None, None], heads, seen):
+        assert far(mine(x, mask, KVCache()), plain(x, mask, KVCache())) < 4 * TOLERANCE
+    cache = KVCache()
+    cache.update_and_fetch(*mx.random.normal((2, 1, 2, 5, 16)))
+    other = KVCache()
+    other.update_and_fetch(cache.keys[:, :, :5], cache.values[:, :, :5])
+    cache.offset = np.int64(5)
+    assert far(mine(x[:, :1], None, cache), plain(x[:, :1], None, other)) < 4 * TOLERANCE
